@@ -1,0 +1,1 @@
+"""Where a framework, Horovod's calls and the compressors meet."""

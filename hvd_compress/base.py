@@ -1,0 +1,256 @@
+"""What a compressor is.
+
+A compressor is an immutable set of hyper-parameters with two methods, :meth:`encode` and
+:meth:`sections`, that say what of a tensor is sent, and two, :meth:`combine` and
+:meth:`subtract`, that say what the receivers make of it.  Everything else, from finding out
+which parameter a gradient belongs to, to the exchange, is done for it.
+
+``compress`` and ``decompress`` are Horovod's ``Compressor`` interface and are implemented
+here once.  What a compressor remembers between steps is kept by parameter in its
+:class:`~hvd_compress.state.Runtime`.
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+import importlib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.feedback import ErrorFeedback
+from hvd_compress.ops.base import ACCUMULATOR, Array, Ops
+from hvd_compress.policy import SizePolicy
+from hvd_compress.state import Runtime, world
+from hvd_compress.wire import Section
+
+# Adapters are found by the framework that a tensor comes from, and loaded only then.
+_ADAPTERS = {"torch": "hvd_compress.adapters.torch"}
+
+TRANSPORTS = ("auto", "mpi", "horovod")
+ON_NONFINITE = ("propagate", "raise")
+
+
+class Collective(enum.Enum):
+    """How the payloads of different ranks are brought together."""
+
+    #: They can be added up: Horovod's own allreduce does it.
+    ALLREDUCE = "allreduce"
+    #: Every rank needs all of them: the exchange of this package gathers them.
+    ALLGATHER = "allgather"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype (by name) of a gradient."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def accumulator(self) -> str:
+        """The dtype that sums and residuals of such gradients are kept in."""
+        return ACCUMULATOR[self.dtype]
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What is sent for one tensor.
+
+    Attributes:
+        arrays: one for each of the compressor's :meth:`Compressor.sections`; with a leading
+            axis of ranks once gathered.
+        finite: 0-d boolean: the tensor held neither NaN nor infinity.
+    """
+
+    arrays: tuple[Array, ...]
+    finite: Array
+
+
+@dataclass(frozen=True, eq=False)
+class Compressor(abc.ABC):
+    """Base of all compressors; pass an instance as Horovod's ``compression`` argument.
+
+    Args:
+        feedback: what happens to what is dropped: :class:`ErrorFeedback`, or None.
+        min_numel: tensors with fewer elements, and those with fewer than two dimensions,
+            travel dense.
+        seed: for compressors that draw random numbers.
+        transport: ``"auto"`` (mpi4py where all ranks can use it), ``"mpi"``, or ``"horovod"``.
+        on_nonfinite: ``"propagate"`` shows NaN and infinity in every rank's gradient, as
+            dense Horovod does; ``"raise"`` raises ``NonFiniteGradientError`` on every rank.
+
+    Raises:
+        ConfigError: a setting is out of range.
+    """
+
+    feedback: ErrorFeedback | None = field(default=None, kw_only=True)
+    min_numel: int = field(default=1024, kw_only=True)
+    seed: int = field(default=0, kw_only=True)
+    transport: str = field(default="auto", kw_only=True)
+    on_nonfinite: str = field(default="propagate", kw_only=True)
+
+    collective = Collective.ALLGATHER
+
+    def __post_init__(self) -> None:
+        self._require(
+            self.feedback is None or isinstance(self.feedback, ErrorFeedback), "feedback", "ErrorFeedback() or None"
+        )
+        for name in ("min_numel", "seed"):
+            value = getattr(self, name)
+            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+            self._require(whole, name, "a whole number, 0 or more")
+        self._require(self.transport in TRANSPORTS, "transport", f"one of {', '.join(map(repr, TRANSPORTS))}")
+        self._require(self.on_nonfinite in ON_NONFINITE, "on_nonfinite", f"one of {', '.join(map(repr, ON_NONFINITE))}")
+        self._start()
+
+    def _start(self) -> None:
+        object.__setattr__(self, "_runtime", Runtime())
+
+    def _require(self, valid: bool, setting: str, expected: str) -> None:
+        if not valid:
+            value = getattr(self, setting)
+            raise ConfigError(
+                f"{type(self).__name__}.{setting} must be {expected}, got {value!r} ({type(value).__name__})"
+            )
+
+    # --- What an algorithm defines --------------------------------------------------
+
+    @abc.abstractmethod
+    def sections(self, spec: TensorSpec) -> Sequence[Section]:
+        """Return what a payload consists of; must depend on ``spec`` alone."""
+
+    @abc.abstractmethod
+    def encode(self, x: Array, spec: TensorSpec, ops: Ops) -> Payload:
+        """Compress the flat accumulator array ``x``."""
+
+    @abc.abstractmethod
+    def combine(self, arrays: Sequence[Array], ranks: int, spec: TensorSpec, ops: Ops) -> Array:
+        """Return the sum of all ranks' decoded payloads, a new flat accumulator array.
+
+        The order of additions must be that of the ranks, so that all get the same bits.
+        """
+
+    @abc.abstractmethod
+    def add_(self, x: Array, payload: Payload, spec: TensorSpec, ops: Ops, sign: int) -> Array:
+        """Add (``sign=1``) or subtract (``-1``) the decoded payload of this rank, in place."""
+
+    # --- Horovod's interface --------------------------------------------------------
+
+    def compress(self, tensor: Any) -> tuple[Any, Any]:
+        """Queue a gradient for the exchange; return what Horovod is to allreduce, and a context.
+
+        Called by Horovod.  For a compressed tensor Horovod gets a *token*: one element, 1.0,
+        that it scales as it would have scaled the gradient.
+
+        Raises:
+            UnsupportedError: integer tensors, or ops other than Average and Sum.
+            UnboundTensorError: called from elsewhere for a tensor that is not bound.
+        """
+        return self._adapter(tensor).compress(self, tensor)  # type: ignore[no-any-return]
+
+    def decompress(self, tensor: Any, ctx: Any) -> Any:
+        """Return the reduced gradient: fresh, with the shape, dtype and device it had.
+
+        The first call of a step exchanges what all ``compress`` calls have queued.  With
+        ``ctx=None`` (Horovod's sparse gradients) the tensor is returned as it is.
+
+        Raises:
+            HandshakeError, WireFormatError, TransportError, NonFiniteGradientError.
+        """
+        if ctx is None:
+            return tensor
+        return self._adapter(tensor).decompress(self, tensor, ctx)
+
+    def _adapter(self, tensor: Any) -> Any:
+        for base in type(tensor).__mro__:
+            framework = base.__module__.partition(".")[0]
+            if framework in _ADAPTERS:
+                return importlib.import_module(_ADAPTERS[framework])
+        raise UnsupportedError(
+            f"{type(self).__name__} expected a tensor of one of {', '.join(_ADAPTERS)}, got {type(tensor).__name__}"
+        )
+
+    # --- Use ------------------------------------------------------------------------
+
+    @property
+    def runtime(self) -> Runtime:
+        """The state of this instance, for adapters."""
+        return self._runtime  # type: ignore[attr-defined,no-any-return]
+
+    @property
+    def policy(self) -> SizePolicy:
+        """Which tensors are compressed."""
+        return SizePolicy(self.min_numel)
+
+    def settings(self) -> dict[str, str]:
+        """Return all settings by qualified name, as ranks compare them."""
+        return {f"{type(self).__name__}.{f.name}": repr(getattr(self, f.name)) for f in fields(self)}
+
+    def bind(self, named_parameters: Iterable[tuple[str, Any]]) -> None:
+        """Name the parameters whose gradients are passed to ``compress`` by other code than Horovod's.
+
+        Args:
+            named_parameters: usually ``model.named_parameters()``.
+        """
+        self.runtime.bound.update(named_parameters)
+
+    def stats(self) -> dict[str, Any]:
+        """Return what this rank has sent so far.
+
+        ``bytes_sent`` counts payloads, dense tensors, tokens and headers; ``dense_bytes`` is
+        what the same gradients would have taken uncompressed, ``ratio`` the quotient,
+        ``steps`` the largest number of steps of any parameter, ``parameters`` the same for
+        each.  ``exchange_bytes`` is what went through this package's own ``exchanges``, and
+        ``handshake_bytes`` what agreeing on the layout took, once.
+        """
+        return self.runtime.telemetry.as_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's residuals and step counts, for ``torch.save``.
+
+        Every rank has its own.  The residuals are copies.
+        """
+        rank, size = world()
+        return self.runtime.state_dict(type(self).__name__, rank, size)
+
+    def load_state_dict(self, state: Any) -> None:
+        """Load what :meth:`state_dict` returned.
+
+        Args:
+            state: this rank's state; or, to go on with another number of ranks, a list of
+                the states of all ranks of the earlier run.  What is still owed, the sum of
+                the residuals over the number of ranks, then stays the same.
+
+        Raises:
+            StateError: the state is of another rank, world size, compressor or model.
+        """
+        rank, size = world()
+        self.runtime.load_state_dict(state, type(self).__name__, rank, size)
+
+    def rescale_residuals(self, factor: float) -> None:
+        """Multiply all residuals, as after a loss scale changed from ``s`` to ``factor * s``.
+
+        Raises:
+            ConfigError: the factor is not a positive finite number.
+        """
+        if not (isinstance(factor, (int, float)) and math.isfinite(factor) and factor > 0):
+            raise ConfigError(f"the factor must be a positive finite number, got {factor!r}")
+        self.runtime.rescale(factor)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Pickles and copies carry the settings alone; state is per process: use state_dict().
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            object.__setattr__(self, name, value)
+        self._start()

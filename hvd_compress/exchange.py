@@ -1,0 +1,219 @@
+"""One step's payloads, exchanged together.
+
+``compress`` only queues; nothing is ever sent from there, because MPI pairs collectives by
+call order and Horovod's hooks fire in another order on every rank.  The first ``collect`` of
+a step sends all that is queued, sorted by name, in a single allgather.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hvd_compress import wire
+from hvd_compress.errors import HandshakeError, TransportError
+from hvd_compress.layout import Layout, check_agreement
+from hvd_compress.ops.base import Array, Ops
+from hvd_compress.telemetry import Telemetry
+from hvd_compress.transport.base import Transport
+
+
+@dataclass
+class Item:
+    """One tensor of a step.
+
+    Attributes:
+        name: the same on all ranks.
+        shape, dtype: of the tensor, compared between ranks.
+        sections: what its payload consists of; none for a tensor that travels otherwise
+            and is only watched for NaN and infinity.
+        arrays: the payload, one array for each section, on the tensor's device.
+        finite: 0-d boolean on the tensor's device.
+        give_back: returns to the residual what this item took out of it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    sections: Sequence[wire.Section]
+    arrays: Sequence[Array]
+    finite: Array
+    give_back: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """All ranks' payloads of one tensor: an array of shape ``(ranks, count)`` a section."""
+
+    arrays: Sequence[Array]
+    ranks: int
+
+
+class Exchange:
+    """The exchange of one optimizer, or of the direct calls, over one process set.
+
+    Args:
+        connect: opens the transport; called once, at the first exchange.
+        ops: the framework's operations.
+        settings: compared between ranks at the first exchange.
+        telemetry: where bytes are counted.
+        on_nonfinite: called on every rank with ``[(rank, name), ...]`` after residuals have
+            been restored, when a rank's tensor holds NaN or infinity; may raise.
+        watch_dense: exchange the finiteness of dense tensors even if nothing else is sent.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Transport],
+        ops: Ops,
+        settings: dict[str, Any],
+        telemetry: Telemetry,
+        on_nonfinite: Callable[[list[tuple[int, str]]], None],
+        watch_dense: bool = False,
+    ) -> None:
+        self._connect = connect
+        self._ops = ops
+        self._settings = settings
+        self._telemetry = telemetry
+        self._on_nonfinite = on_nonfinite
+        self._watch_dense = watch_dense
+        self._transport: Transport | None = None
+        self._agreed: dict[str, Layout] = {}
+        self._steps: dict[str, int] = {}
+        self._pending: dict[str, Item] = {}
+        self._gathered: dict[str, Gathered] = {}
+        # On GPUs Horovod's hooks run on one autograd thread for each device.
+        self._lock = threading.Lock()
+
+    @property
+    def busy(self) -> bool:
+        """Whether something of the current step is queued already."""
+        return bool(self._pending)
+
+    def submit(self, item: Item) -> None:
+        """Queue a tensor for the next exchange."""
+        with self._lock:
+            abandoned = self._pending.pop(item.name, None)
+            self._pending[item.name] = item
+        if abandoned is not None:
+            # A step that an error ended before it was exchanged: nothing of it may be lost.
+            abandoned.give_back()
+
+    def collect(self, name: str, slot: str = "") -> Gathered:
+        """Return what all ranks sent for ``name``, exchanging first if it is still queued.
+
+        ``slot`` names a sequence of exchanges whose layout usually stays the same.
+
+        Raises:
+            HandshakeError: ranks disagree; raised on all of them.
+            WireFormatError: a message is malformed.
+            TransportError: the exchange failed.
+        """
+        self.settle(slot)
+        if name not in self._gathered:
+            raise TransportError(f"nothing was exchanged for {name!r}: decompress was called without compress")
+        return self._gathered.pop(name)
+
+    def settle(self, slot: str = "") -> None:
+        """Exchange what is queued, if anything; collective over the process set."""
+        if self._pending:
+            self._flush(slot)
+
+    def _flush(self, slot: str) -> None:
+        with self._lock:
+            items = [self._pending[name] for name in sorted(self._pending)]
+            self._pending.clear()
+        self._gathered.clear()
+        if not any(item.sections for item in items) and not self._watch_dense:
+            return
+        try:
+            gathered, finite, bad = self._exchange(items, slot)
+        except BaseException:
+            for item in items:
+                item.give_back()
+            raise
+        if bad:
+            # The step will be skipped, or is lost: what finite ranks sent must not be.
+            for item, is_finite in zip(items, finite, strict=True):
+                if is_finite:
+                    item.give_back()
+            self._on_nonfinite(bad)
+        self._gathered = gathered
+
+    def _exchange(self, items: list[Item], slot: str) -> tuple[dict[str, Gathered], list[bool], list[tuple[int, str]]]:
+        layout = Layout.of(self._settings, [(i.name, i.shape, i.dtype, tuple(i.sections)) for i in items])
+        *payload, finite = self._to_host(items)
+        rows = self._gather(layout, payload, finite, slot)
+        headers = [wire.decode_header(row) for row in rows]
+        arrays = wire.decode_body(rows, layout.sections)
+        names = [item.name for item in items]
+        bad = [(rank, names[h.first_nonfinite]) for rank, h in enumerate(headers) if h.first_nonfinite >= 0]
+        return self._to_device(items, arrays), finite.tolist(), bad
+
+    def _to_host(self, items: list[Item]) -> list[np.ndarray]:
+        arrays = [array for item in items for array in item.arrays]
+        flags = [self._ops.reshape(item.finite, (1,)) for item in items]
+        host = self._ops.to_host(arrays + flags)
+        return [*host[: len(arrays)], np.concatenate(host[len(arrays) :])]
+
+    def _to_device(self, items: list[Item], arrays: list[np.ndarray]) -> dict[str, Gathered]:
+        gathered, start = {}, 0
+        sending = [item for item in items if item.sections]
+        if not sending:
+            return {}
+        dtypes = [section.dtype for item in sending for section in item.sections]
+        moved = self._ops.from_host(arrays, dtypes, sending[0].arrays[0])
+        for item in sending:
+            stop = start + len(item.sections)
+            gathered[item.name] = Gathered(moved[start:stop], len(arrays[start]))
+            start = stop
+        return gathered
+
+    def _gather(self, layout: Layout, payload: list[np.ndarray], finite: np.ndarray, slot: str) -> np.ndarray:
+        if self._transport is None:
+            self._transport = self._connect()
+        transport, step = self._transport, self._steps.get(slot, 0)
+        self._steps[slot] = step + 1
+        what = f"exchange {step} of {layout.names()}"
+        agreed = self._agreed.get(slot)
+        if agreed is not None:
+            # The layout agreed last fixes the length, so that ranks whose layout has
+            # changed can say so to those whose layout has not.
+            changed = agreed.digest != layout.digest
+            kind = wire.Kind.LAYOUT_CHANGED if changed else wire.Kind.DATA
+            message = self._message(kind, agreed, step, payload, finite)
+            rows = self._send(transport, message, what)
+            headers = [wire.decode_header(row) for row in rows]
+            _check_steps(headers)
+            if all(header.kind is wire.Kind.DATA for header in headers):
+                return rows
+        sent = check_agreement(transport, layout, what)
+        self._telemetry.handshake_bytes += sent
+        self._agreed[slot] = layout
+        return self._send(transport, self._message(wire.Kind.DATA, layout, step, payload, finite), what)
+
+    def _message(
+        self, kind: wire.Kind, layout: Layout, step: int, payload: list[np.ndarray], finite: np.ndarray
+    ) -> np.ndarray:
+        body = layout.body_bytes if kind is wire.Kind.DATA else 0
+        first_bad = -1 if kind is not wire.Kind.DATA or finite.all() else int(np.argmin(finite))
+        header = wire.Header(kind, layout.digest, step, body, first_bad)
+        sections = layout.sections if body else ()
+        return wire.encode_message(header, sections, payload if body else (), wire.HEADER_BYTES + layout.body_bytes)
+
+    def _send(self, transport: Transport, message: np.ndarray, what: str) -> np.ndarray:
+        rows = transport.allgather(message, what)
+        self._telemetry.exchanges += 1
+        self._telemetry.exchange_bytes += message.nbytes
+        self._telemetry.overhead_bytes += wire.HEADER_BYTES
+        return rows
+
+
+def _check_steps(headers: list[wire.Header]) -> None:
+    steps = [header.step for header in headers]
+    if len(set(steps)) > 1:
+        raise HandshakeError(f"ranks are at different steps: exchanges done so far, by rank, are {steps}")

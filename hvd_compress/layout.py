@@ -1,0 +1,90 @@
+"""What the ranks must agree on before they can read each other's bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hvd_compress import wire
+from hvd_compress.errors import HandshakeError
+from hvd_compress.transport.base import Transport
+
+Entry = tuple[str, tuple[int, ...], str, tuple[wire.Section, ...]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Settings, and the tensors of one exchange in order of their names."""
+
+    settings: dict[str, Any]
+    entries: tuple[Entry, ...]
+    digest: bytes
+
+    @classmethod
+    def of(cls, settings: dict[str, Any], entries: Sequence[Entry]) -> Layout:
+        """Build a layout of ``(name, shape, dtype, sections)`` entries."""
+        text = json.dumps([settings, _plain(entries)], sort_keys=True)
+        return cls(settings, tuple(entries), hashlib.sha256(text.encode()).digest()[:8])
+
+    @property
+    def sections(self) -> list[wire.Section]:
+        """All sections, in order."""
+        return [section for _, _, _, sections in self.entries for section in sections]
+
+    @property
+    def body_bytes(self) -> int:
+        """Bytes of a message's body."""
+        return sum(section.nbytes for section in self.sections)
+
+    def names(self) -> str:
+        """Describe the tensors in a few words."""
+        names = [name for name, *_ in self.entries]
+        shown = ", ".join(repr(name) for name in names[:3])
+        return f"{len(names)} tensors ({shown}{', ...' if len(names) > 3 else ''})"
+
+
+def check_agreement(transport: Transport, layout: Layout, what: str) -> int:
+    """Make sure that all ranks have the same layout; return the bytes this rank sent.
+
+    One allgather of 8 bytes if they do.
+
+    Raises:
+        HandshakeError: on every rank, naming the first rank that differs from rank 0, the
+            setting or tensor, and both values.
+    """
+    digests = transport.allgather(np.frombuffer(layout.digest, np.uint8), f"the handshake before {what}")
+    if (digests == digests[0]).all():
+        return len(layout.digest)
+    mine = json.dumps({"settings": layout.settings, "tensors": _plain(layout.entries)}).encode()
+    ranks = [json.loads(text) for text in transport.allgather_any(mine, f"the handshake before {what}")]
+    for rank, theirs in enumerate(ranks):
+        difference = _difference(ranks[0], theirs)
+        if difference:
+            subject, first, other = difference
+            raise HandshakeError(
+                f"rank {rank} does not agree with rank 0: {subject} is {first} on rank 0 and {other} on rank {rank}"
+            )
+    raise HandshakeError("ranks do not agree, though their layouts read alike; is the package the same on all ranks?")
+
+
+def _plain(entries: Sequence[Entry]) -> list[list[Any]]:
+    return [[name, list(shape), dtype, [repr(s) for s in sections]] for name, shape, dtype, sections in entries]
+
+
+def _difference(first: dict[str, Any], other: dict[str, Any]) -> tuple[str, str, str] | None:
+    for key in sorted({*first["settings"], *other["settings"]}):
+        a, b = first["settings"].get(key, "absent"), other["settings"].get(key, "absent")
+        if a != b:
+            return key, str(a), str(b)
+    tensors = [{name: values for name, *values in side["tensors"]} for side in (first, other)]
+    for name in sorted({*tensors[0], *tensors[1]}):
+        sides = [t.get(name, ["absent"] * 3) for t in tensors]
+        for label, a, b in zip(("shape", "dtype", "payload"), sides[0], sides[1], strict=True):
+            if a != b:
+                return f"the {label} of parameter {name!r}", str(a), str(b)
+    return None

@@ -1,0 +1,90 @@
+"""The operations that compressors, feedback and exchange are written in."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+#: An array or tensor of whichever framework the :class:`Ops` belongs to.
+Array = Any
+
+#: Gradient dtypes that can be compressed, by the dtype that their arithmetic is done in.
+ACCUMULATOR = {
+    "float16": "float32",
+    "bfloat16": "float32",
+    "float32": "float32",
+    "float64": "float64",
+}
+
+#: Bytes an element.
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "uint8": 1, "bool": 1}
+
+
+class Ops(Protocol):
+    """What an algorithm may ask of a framework.
+
+    Arrays are one-dimensional unless said otherwise, dtypes are names such as
+    ``"float32"``.  No method may wait for the device or copy a whole gradient to the
+    host; only :meth:`to_host` does, for the payload.
+    """
+
+    name: str
+
+    def dtype(self, x: Array) -> str:
+        """Return the dtype's name."""
+
+    def shape(self, x: Array) -> tuple[int, ...]:
+        """Return the static shape."""
+
+    def flatten(self, x: Array) -> Array:
+        """Return all elements in logical (row-major) order, as a view where possible."""
+
+    def reshape(self, x: Array, shape: tuple[int, ...]) -> Array:
+        """Return ``x`` in another shape."""
+
+    def astype(self, x: Array, dtype: str) -> Array:
+        """Convert; returns ``x`` itself if it has the dtype already."""
+
+    def astype_finite(self, x: Array, dtype: str) -> Array:
+        """Convert, but keep finite what is finite: values beyond the range become its ends."""
+
+    def add(self, a: Array, b: Array) -> Array:
+        """Return ``a + b`` as a new array."""
+
+    def scale_(self, x: Array, factor: Any) -> Array:
+        """Multiply ``x`` in place by a number or one-element array and return it."""
+
+    def zeros(self, n: int, dtype: str, like: Array) -> Array:
+        """Return ``n`` zeros where ``like`` lives."""
+
+    def where(self, condition: Array, a: Array, b: Array) -> Array:
+        """Choose the whole of ``a`` or ``b`` by a 0-d boolean."""
+
+    def all_finite(self, x: Array) -> Array:
+        """Return a 0-d boolean: no NaN and no infinity in ``x``."""
+
+    def top_k(self, x: Array, k: int) -> Array:
+        """Return the int32 positions of the ``k`` largest magnitudes, ascending.
+
+        Exact.  Of equal magnitudes the lower position wins.  Infinity counts as larger
+        than every number and NaN as larger still.
+        """
+
+    def take(self, x: Array, indices: Array) -> Array:
+        """Return ``x[indices]``."""
+
+    def scatter_add_(self, x: Array, indices: Array, values: Array) -> Array:
+        """Add ``values`` to ``x`` at ``indices``, which must be distinct; return ``x``."""
+
+    def to_host(self, arrays: list[Array]) -> list[np.ndarray]:
+        """Copy small arrays to the host, all at once; bfloat16 arrives as uint16 bits."""
+
+    def from_host(self, arrays: list[np.ndarray], dtypes: list[str], like: Array) -> list[Array]:
+        """Copy host arrays to where ``like`` lives, all at once; the inverse of :meth:`to_host`."""
+
+    def move_like(self, x: Array, like: Array) -> Array:
+        """Return ``x`` on the device of ``like``."""
+
+    def copy(self, x: Array) -> Array:
+        """Return an independent copy."""

@@ -1,0 +1,159 @@
+"""Operations on PyTorch tensors, on any device, without waiting for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+_DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class TorchOps:
+    """The :class:`~hvd_compress.ops.base.Ops` of PyTorch.
+
+    Every shape is known beforehand, so nothing waits for a GPU: no ``nonzero``, no boolean
+    indexing, no ``item``.  Only :meth:`to_host` does, once a step, for the payload.
+    """
+
+    name = "torch"
+
+    def dtype(self, x: torch.Tensor) -> str:
+        """Return the dtype's name."""
+        return _NAMES.get(x.dtype, str(x.dtype).removeprefix("torch."))
+
+    def shape(self, x: torch.Tensor) -> tuple[int, ...]:
+        """Return the shape."""
+        return tuple(x.shape)
+
+    def flatten(self, x: torch.Tensor) -> torch.Tensor:
+        """Return all elements in row-major order, whatever the strides."""
+        return x.detach().reshape(-1)
+
+    def reshape(self, x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return ``x`` in another shape."""
+        return x.reshape(shape)
+
+    def astype(self, x: torch.Tensor, dtype: str) -> torch.Tensor:
+        """Convert where necessary."""
+        return x.to(_DTYPES[dtype])
+
+    def astype_finite(self, x: torch.Tensor, dtype: str) -> torch.Tensor:
+        """Convert; finite values beyond the range become its ends."""
+        target = _DTYPES[dtype]
+        if x.dtype == target:
+            return x
+        largest = torch.finfo(target).max
+        return torch.where(x.isfinite(), x.clamp(-largest, largest), x).to(target)
+
+    def add(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Return ``a + b``."""
+        return a + b
+
+    def scale_(self, x: torch.Tensor, factor: Any) -> torch.Tensor:
+        """Multiply in place."""
+        return x.mul_(factor)
+
+    def zeros(self, n: int, dtype: str, like: torch.Tensor) -> torch.Tensor:
+        """Return ``n`` zeros on the device of ``like``."""
+        return torch.zeros(n, dtype=_DTYPES[dtype], device=like.device)
+
+    def where(self, condition: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Choose one of two tensors by a 0-d boolean."""
+        return torch.where(condition, a, b)
+
+    def all_finite(self, x: torch.Tensor) -> torch.Tensor:
+        """Tell whether all elements are finite, as a 0-d tensor."""
+        return x.isfinite().all()
+
+    def top_k(self, x: torch.Tensor, k: int) -> torch.Tensor:
+        """Select exactly, with positions ascending and the lower position winning ties."""
+        bits = x.view(_BITS[x.element_size()]) & torch.iinfo(_BITS[x.element_size()]).max
+        threshold = bits.topk(k, sorted=True).values[-1]
+        above = bits > threshold
+        ties = bits == threshold
+        # int32 holds any position: larger tensors are refused at the door.
+        missing = k - above.sum(dtype=torch.int32)
+        chosen = above | (ties & (ties.cumsum(0, dtype=torch.int32) <= missing))
+        return torch.nonzero_static(chosen, size=k).view(-1).to(torch.int32)
+
+    def take(self, x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        """Return ``x[indices]``."""
+        return x.index_select(0, indices)
+
+    def scatter_add_(self, x: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Add at distinct positions, so that the order of additions cannot matter."""
+        return x.index_add_(0, indices, values)
+
+    def to_host(self, arrays: list[torch.Tensor]) -> list[np.ndarray]:
+        """Copy to the host: for each device one packed transfer."""
+        host: list[np.ndarray | None] = [None] * len(arrays)
+        by_device: dict[torch.device, list[int]] = {}
+        for i, x in enumerate(arrays):
+            if x.device.type == "cpu":
+                host[i] = _bits_if_bfloat16(x).numpy()
+            else:
+                by_device.setdefault(x.device, []).append(i)
+        for places in by_device.values():
+            packed = torch.cat([_as_bytes(arrays[i]) for i in places]).cpu().numpy()
+            start = 0
+            for i in places:
+                stop = start + arrays[i].numel() * arrays[i].element_size()
+                flat = packed[start:stop].copy().view(_numpy_dtype(arrays[i].dtype))
+                host[i] = flat.reshape(tuple(arrays[i].shape))
+                start = stop
+        return [x for x in host if x is not None]
+
+    def from_host(self, arrays: list[np.ndarray], dtypes: list[str], like: torch.Tensor) -> list[torch.Tensor]:
+        """Copy from the host in one packed transfer."""
+        tensors = [torch.from_numpy(np.ascontiguousarray(x)) for x in arrays]
+        if like.device.type != "cpu" and tensors:
+            packed = torch.cat([_aligned(_as_bytes(x)) for x in tensors])
+            if like.device.type == "cuda":
+                packed = packed.pin_memory()
+            packed = packed.to(like.device, non_blocking=True)
+            moved, start = [], 0
+            for x in tensors:
+                stop = start + x.numel() * x.element_size()
+                moved.append(packed[start:stop].view(x.dtype).view(x.shape))
+                start = stop + (-stop) % 8
+            tensors = moved
+        return [x.view(_DTYPES[name]) if name == "bfloat16" else x for x, name in zip(tensors, dtypes, strict=True)]
+
+    def move_like(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Return ``x`` on the device of ``like``."""
+        return x.to(like.device)
+
+    def copy(self, x: torch.Tensor) -> torch.Tensor:
+        """Return an independent copy."""
+        return x.clone()
+
+
+def _bits_if_bfloat16(x: torch.Tensor) -> torch.Tensor:
+    # NumPy has no bfloat16; on the host its values travel as the bits that they are.
+    return x.view(torch.uint16) if x.dtype == torch.bfloat16 else x
+
+
+def _numpy_dtype(dtype: torch.dtype) -> str:
+    return "uint16" if dtype == torch.bfloat16 else _NAMES[dtype]
+
+
+def _as_bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1).view(torch.uint8)
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """Pad bytes to a multiple of 8, so that what follows can be viewed as any dtype."""
+    return torch.nn.functional.pad(x, (0, (-x.numel()) % 8))

@@ -1,0 +1,271 @@
+"""What a compressor remembers between steps, by parameter."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from hvd_compress.errors import StateError
+from hvd_compress.exchange import Exchange
+from hvd_compress.ops.base import Array
+from hvd_compress.telemetry import Telemetry
+
+FORMAT = "hvd_compress.state"
+VERSION = 1
+
+
+@dataclass
+class ParameterState:
+    """One parameter's residual (flat, accumulation dtype; None before the first step).
+
+    ``restored`` says that the residual was loaded and has not been used yet.
+    """
+
+    name: str
+    residual: Array | None = None
+    steps: int = 0
+    restored: bool = False
+
+
+class Scope:
+    """The parameters of one optimizer, or the names of direct calls, and their exchanges.
+
+    Attributes:
+        label: what it is called in a ``state_dict``.
+        entries: states by parameter object, held weakly, or by name.
+        exchanges: by process set.
+    """
+
+    def __init__(self, label: str, owner: Any, entries: MutableMapping[Any, ParameterState]) -> None:
+        self.label = label
+        self.entries = entries
+        self.exchanges: dict[int, Exchange] = {}
+        self.checked_restored = False
+        self._owner = weakref.ref(owner) if owner is not None else None
+
+    def belongs_to(self, owner: Any) -> bool:
+        """Tell whether ``owner`` is this scope's optimizer (None: the direct calls)."""
+        return self._owner is None if owner is None else self._owner is not None and self._owner() is owner
+
+    @property
+    def owned(self) -> bool:
+        """Whether this is an optimizer's scope."""
+        return self._owner is not None
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether the optimizer no longer exists."""
+        return self._owner is not None and self._owner() is None
+
+
+class Runtime:
+    """All state of one compressor; see ``Compressor.state_dict``."""
+
+    def __init__(self) -> None:
+        self.telemetry = Telemetry()
+        self.scopes: list[Scope] = []
+        self._opened: dict[int, int] = {}
+        self.bound: dict[str, Any] = {}
+        self.warned: set[str] = set()
+        self._restored: dict[str, dict[str, Any]] = {}
+
+    # --- Scopes and parameters ----------------------------------------------------
+
+    def scope(
+        self,
+        owner: Any,
+        label: str | None,
+        parameters: list[Any],
+        new_entries: Callable[[], MutableMapping[Any, ParameterState]],
+    ) -> Scope:
+        """Return the scope of ``owner``, making it on first sight.
+
+        Args:
+            owner: an optimizer, or None for direct calls.
+            label: None for an optimizer, which gets one that is free, or takes over label
+                and residuals of one that is gone and had the same parameters.
+            parameters: those of the optimizer.
+            new_entries: makes a mapping that holds its keys weakly.
+        """
+        for scope in self.scopes:
+            if scope.belongs_to(owner):
+                return scope
+        entries = new_entries()
+        if label is None:
+            if any(p in s.entries for s in self.scopes if s.owned for p in parameters):
+                gc.collect()  # an optimizer is part of a reference cycle, so the old one may only seem alive
+            label = self._inherit(parameters, entries) or self._free_label()
+            self.scopes = [s for s in self.scopes if s.entries or not s.orphaned]
+        scope = Scope(label, owner, entries)
+        self.scopes.append(scope)
+        return scope
+
+    def next_exchange(self, process_set: int) -> str:
+        """Number an exchange that is about to be opened, the same on all members of its process set."""
+        number = self._opened[process_set] = self._opened.get(process_set, -1) + 1
+        return f"{process_set}.{number}"
+
+    def _inherit(self, parameters: list[Any], entries: MutableMapping[Any, ParameterState]) -> str | None:
+        for scope in self.scopes:
+            if scope.orphaned and any(parameter in scope.entries for parameter in parameters):
+                for parameter in [p for p in parameters if p in scope.entries]:
+                    entries[parameter] = scope.entries.pop(parameter)
+                return scope.label
+        return None
+
+    def _free_label(self) -> str:
+        used, number = {scope.label for scope in self.scopes}, 0
+        while f"optimizer{number}" in used:
+            number += 1
+        return f"optimizer{number}"
+
+    def entry(self, scope: Scope, key: Any, name: str) -> ParameterState:
+        """Return a parameter's state, new or as restored."""
+        state = scope.entries.get(key)
+        if state is None:
+            state = scope.entries[key] = ParameterState(name)
+            restored = self._restored.pop(f"{scope.label}/{name}", None)
+            if restored is not None:
+                state.residual, state.steps, state.restored = restored["residual"], restored["steps"], True
+        return state
+
+    def check_all_restored_used(self, scope: Scope) -> None:
+        """Raise if a loaded state has parameters that this scope's first step did not show.
+
+        Raises:
+            StateError: the state belongs to another model.
+        """
+        if scope.checked_restored:
+            return
+        scope.checked_restored = True
+        unknown = [key for key in self._restored if key.startswith(f"{scope.label}/")]
+        if unknown and scope.label != "allreduce":
+            known = sorted(state.name for state in scope.entries.values())
+            raise StateError(
+                f"the loaded state has parameters that this optimizer has not: expected some of {known}, got {unknown}"
+            )
+
+    # --- Saving and loading -------------------------------------------------------
+
+    def states(self) -> dict[str, ParameterState]:
+        """Return every parameter's state under its name in a ``state_dict``."""
+        return {f"{s.label}/{state.name}": state for s in self.scopes for state in s.entries.values()}
+
+    def state_dict(self, compressor: str, rank: int, size: int) -> dict[str, Any]:
+        """Return the state of this rank as plain types and tensors."""
+        parameters = {
+            key: {"residual": None if s.residual is None else _copy(s.residual), "steps": s.steps}
+            for key, s in self.states().items()
+        }
+        for key, restored in self._restored.items():
+            parameters.setdefault(key, dict(restored))
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "compressor": compressor,
+            "rank": rank,
+            "size": size,
+            "parameters": parameters,
+        }
+
+    def load_state_dict(self, state: Any, compressor: str, rank: int, size: int) -> None:
+        """Replace the state of this rank; see ``Compressor.load_state_dict``."""
+        if isinstance(state, (list, tuple)):
+            parameters = _redistribute([_checked(s, compressor) for s in state], rank, size)
+        else:
+            checked = _checked(state, compressor)
+            if (checked["rank"], checked["size"]) != (rank, size):
+                raise StateError(
+                    f"expected the state of rank {rank} of {size}, got that of rank {checked['rank']} of "
+                    f"{checked['size']}; to go on with another number of ranks pass the list of all ranks' states"
+                )
+            parameters = {
+                key: {**value, "residual": None if value["residual"] is None else _copy(value["residual"])}
+                for key, value in checked["parameters"].items()
+            }
+        live = self.states()
+        labels = {key.split("/", 1)[0] for key in live} - {"allreduce"}
+        unknown = [key for key in parameters if key not in live and key.split("/", 1)[0] in labels]
+        if unknown:
+            raise StateError(f"the state has parameters that this model lacks: expected {sorted(live)}, got {unknown}")
+        for key, entry in live.items():
+            loaded = parameters.pop(key, {"residual": None, "steps": 0})
+            _check_size(key, entry.residual, loaded["residual"])
+            entry.residual, entry.steps, entry.restored = loaded["residual"], loaded["steps"], True
+        self._restored = parameters
+        for scope in self.scopes:
+            scope.checked_restored = False
+
+    def rescale(self, factor: float) -> None:
+        """Multiply every residual by ``factor``."""
+        for state in self.states().values():
+            if state.residual is not None:
+                state.residual = state.residual * factor
+        for restored in self._restored.values():
+            if restored["residual"] is not None:
+                restored["residual"] = restored["residual"] * factor
+
+    def forget_exchanges(self) -> None:
+        """Drop all connections, so that the next step opens new ones; residuals stay."""
+        for scope in self.scopes:
+            scope.exchanges.clear()
+
+
+def _checked(state: Any, compressor: str) -> dict[str, Any]:
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        kind = state.get("format", "a dict without 'format'") if isinstance(state, dict) else type(state).__name__
+        raise StateError(f"expected a dict from compression.state_dict(), got {kind}")
+    if state.get("version") != VERSION:
+        raise StateError(f"expected state version {VERSION}, got {state.get('version')}")
+    if state["compressor"] != compressor:
+        raise StateError(f"expected the state of a {compressor}, got that of a {state['compressor']}")
+    return state
+
+
+def _check_size(key: str, have: Array | None, loaded: Array | None) -> None:
+    if have is not None and loaded is not None and have.shape != loaded.shape:
+        raise StateError(f"expected {have.shape[0]} elements in the residual of {key!r}, got {loaded.shape[0]}")
+
+
+def _redistribute(states: list[dict[str, Any]], rank: int, size: int) -> dict[str, dict[str, Any]]:
+    """Share the residuals of all old ranks among ``size`` new ones.
+
+    Averages divide by the number of ranks, so what is owed is the sum of the residuals over
+    that number; the factor ``size / len(states)`` keeps it.
+    """
+    old_size = len(states)
+    ranks = sorted(s["rank"] for s in states)
+    sizes = {s["size"] for s in states}
+    if ranks != list(range(old_size)) or sizes != {old_size}:
+        raise StateError(f"expected one state of each of {sorted(sizes)} ranks, got states of ranks {ranks}")
+    ordered = sorted(states, key=lambda s: int(s["rank"]))
+    parameters: dict[str, dict[str, Any]] = {}
+    for key in ordered[0]["parameters"]:
+        total = None
+        for old in ordered[rank::size]:
+            if key not in old["parameters"]:
+                raise StateError(f"expected {key!r} in the states of all ranks, but rank {old['rank']} lacks it")
+            residual = old["parameters"][key]["residual"]
+            if residual is not None:
+                total = _copy(residual) if total is None else total + residual
+        scaled = None if total is None else total * (size / old_size)
+        parameters[key] = {"residual": scaled, "steps": ordered[0]["parameters"][key]["steps"]}
+    return parameters
+
+
+def _copy(x: Array) -> Array:
+    """Copy a tensor (``clone``) or a NumPy array."""
+    return x.clone() if hasattr(x, "clone") else x.copy()
+
+
+def world() -> tuple[int, int]:
+    """Return Horovod's rank and size, or 0 and 1 where Horovod is not in use."""
+    for name in ("horovod.torch", "horovod.tensorflow"):
+        horovod = sys.modules.get(name)
+        if horovod is not None and horovod.is_initialized():
+            return horovod.rank(), horovod.size()
+    return 0, 1

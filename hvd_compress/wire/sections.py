@@ -1,0 +1,85 @@
+"""Sections: the typed pieces that a tensor's payload is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from hvd_compress.errors import WireFormatError
+from hvd_compress.ops.base import ITEMSIZE
+from hvd_compress.wire.indices import decode_indices, encode_indices, index_bytes
+
+
+class Section(Protocol):
+    """A piece of a payload whose size in bytes is known before its data."""
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the decoded array."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire."""
+
+    def encode(self, array: np.ndarray) -> np.ndarray:
+        """Turn this rank's array into uint8 of length :attr:`nbytes`."""
+
+    def decode(self, rows: np.ndarray) -> np.ndarray:
+        """Turn uint8 of shape ``(ranks, nbytes)`` into an array of shape ``(ranks, count)``."""
+
+
+@dataclass(frozen=True)
+class ArraySection:
+    """``count`` elements of ``dtype``, as they are."""
+
+    dtype: str
+    count: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire."""
+        return self.count * ITEMSIZE[self.dtype]
+
+    def encode(self, array: np.ndarray) -> np.ndarray:
+        """Return the bytes of ``array``."""
+        if array.shape != (self.count,) or array.dtype.itemsize != ITEMSIZE[self.dtype]:
+            raise WireFormatError(
+                f"expected {self.count} elements of {self.dtype}, got {array.dtype} of shape {array.shape}"
+            )
+        little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+        return np.ascontiguousarray(little).view(np.uint8)
+
+    def decode(self, rows: np.ndarray) -> np.ndarray:
+        """Return the elements of every row; bfloat16 as uint16 bits."""
+        host = "uint16" if self.dtype == "bfloat16" else self.dtype
+        return np.ascontiguousarray(rows).view(np.dtype(host).newbyteorder("<"))
+
+
+@dataclass(frozen=True)
+class IndexSection:
+    """``k`` distinct ascending positions below ``n``, Elias-Fano coded."""
+
+    n: int
+    k: int
+
+    @property
+    def dtype(self) -> str:
+        """Positions are int32."""
+        return "int32"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire."""
+        return index_bytes(self.n, self.k)
+
+    def encode(self, array: np.ndarray) -> np.ndarray:
+        """Encode positions."""
+        if array.shape != (self.k,):
+            raise WireFormatError(f"expected {self.k} positions, got an array of shape {array.shape}")
+        return encode_indices(array, self.n)
+
+    def decode(self, rows: np.ndarray) -> np.ndarray:
+        """Decode and check the positions of every row."""
+        return decode_indices(rows, self.n, self.k)
