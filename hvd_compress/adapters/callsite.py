@@ -9,6 +9,7 @@ entry point.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
@@ -69,19 +70,21 @@ def closure_of_step(owner: Any) -> bool:
     """
     if not owner._should_synchronize:
         return False
-    for top in list(sys._current_frames().values()):
-        frame: FrameType | None = top
-        while frame is not None:
-            if frame.f_code.co_name == "synchronize" and frame.f_locals.get("self") is owner:
-                break  # the submission of what had no hook: before the closure
-            if (
-                frame.f_code.co_name == "step"
-                and frame.f_globals.get("__name__") == _TORCH_OPTIMIZER
-                and frame.f_locals.get("self") is owner
-                and frame.f_locals.get("closure") is not None
-            ):
-                return True
-            frame = frame.f_back
+    threads = sys._current_frames()
+    # A frame that refers to itself would keep the optimizer alive.
+    threads[threading.get_ident()] = sys._getframe(1)
+    return any(_in_closure(top, owner) for top in threads.values())
+
+
+def _in_closure(top: FrameType, owner: Any) -> bool:
+    frame: FrameType | None = top
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _TORCH_OPTIMIZER and frame.f_code.co_name in ("synchronize", "step"):
+            called = frame.f_locals
+            if called.get("self") is owner:
+                # synchronize submits what had no hook, before the closure runs.
+                return frame.f_code.co_name == "step" and called.get("closure") is not None
+        frame = frame.f_back
     return False
 
 

@@ -1,0 +1,72 @@
+"""Start real ranks with mpirun or horovodrun."""
+
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parent.parent
+BIN = pathlib.Path(sys.executable).parent
+
+
+@dataclass
+class Finished:
+    """How a job ended."""
+
+    status: int
+    output: str
+
+
+def command(launcher: str, ranks: int, arguments: list[str]) -> list[str]:
+    """Return the command line that runs Python with ``arguments`` on every rank."""
+    if launcher == "mpirun":
+        start = [str(BIN / "mpirun"), "--oversubscribe", "--bind-to", "none", "-np", str(ranks)]
+    else:
+        start = [str(BIN / "horovodrun"), "-np", str(ranks), *launcher.split()[1:]]
+    return [*start, sys.executable, *arguments]
+
+
+def run(launcher: str, ranks: int, arguments: list[str], timeout: float = 300.0, **variables: str) -> Finished:
+    """Run a job to its end; kill it, with all its ranks, after ``timeout`` seconds."""
+    environment = {
+        **os.environ,
+        "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]),
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMP_NUM_THREADS": "1",
+        "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
+        **variables,
+    }
+    process = subprocess.Popen(
+        command(launcher, ranks, arguments),
+        env=environment,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            output, _ = process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+        return Finished(-1, f"{output}\n(killed after {timeout} s: it hung)")
+    return Finished(process.returncode, output)
+
+
+def available(launcher: str) -> str:
+    """Return what is missing for ``launcher``, or an empty string."""
+    program = launcher.split()[0]
+    if not (BIN / program).exists() and shutil.which(program) is None:
+        return f"{program} is not installed; run scripts/setup"
+    return ""
