@@ -94,6 +94,10 @@ class Exchange:
         """Whether something of the current step is queued already."""
         return bool(self._pending)
 
+    def has(self, name: str) -> bool:
+        """Whether ``name`` is queued already."""
+        return name in self._pending
+
     def submit(self, item: Item) -> None:
         """Queue a tensor for the next exchange."""
         with self._lock:

@@ -32,7 +32,7 @@ class Call:
         op: Horovod's reduction op.
         process_set: Horovod's process set.
         grouped: Horovod reduces several tensors in one call.
-        position: of the tensor in a grouped direct call.
+        positions: of the tensor in a grouped direct call, several if it is passed several times.
     """
 
     owner: Any
@@ -41,7 +41,7 @@ class Call:
     op: Any
     process_set: Any
     grouped: bool = False
-    position: int = 0
+    positions: tuple[int, ...] = (0,)
 
 
 def find_torch_call(tensor: Any) -> Call | None:
@@ -116,7 +116,7 @@ def _direct_call(frame_locals: dict[str, Any], tensor: Any, grouped: bool) -> Ca
         average = frame_locals.get("average")
         ops = sys.modules[_TORCH_OPS]
         op = ops.Sum if average is False else ops.Average
-    position = 0
+    positions = (0,)
     if grouped:
-        position = next(i for i, t in enumerate(frame_locals["tensors"]) if t is tensor)
-    return Call(None, None, frame_locals["name"], op, frame_locals["process_set"], grouped, position)
+        positions = tuple(i for i, t in enumerate(frame_locals["tensors"]) if t is tensor)
+    return Call(None, None, frame_locals["name"], op, frame_locals["process_set"], grouped, positions)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -63,6 +63,8 @@ def compress(compressor: Compressor, tensor: torch.Tensor) -> tuple[torch.Tensor
     exchange = _exchange(compressor, scope, call)
     if call.owner is not None and not exchange.busy:
         _check_step(compressor, call.owner)
+    while len(call.positions) > 1 and exchange.has(_name(call)):
+        call = replace(call, positions=call.positions[1:])
     if compressor.policy.route(spec.shape) is Route.DENSE:
         return _compress_dense(compressor, tensor, spec, call, scope, exchange)
     token = _token(tensor, spec, call)
@@ -137,7 +139,7 @@ def _checked_spec(compressor: Compressor, tensor: torch.Tensor, call: Call) -> T
 
 def _name(call: Call) -> str:
     name = call.name or "(unnamed)"
-    return f"{name}.{call.position}" if call.owner is None and call.grouped else name
+    return f"{name}.{call.positions[0]}" if call.owner is None and call.grouped else name
 
 
 def _slot(call: Call) -> str:

@@ -66,7 +66,7 @@ def run(launcher: str, ranks: int, arguments: list[str], timeout: float = 300.0,
 
 def available(launcher: str) -> str:
     """Return what is missing for ``launcher``, or an empty string."""
-    program = launcher.split()[0]
+    program = launcher.split(maxsplit=1)[0]
     if not (BIN / program).exists() and shutil.which(program) is None:
         return f"{program} is not installed; run scripts/setup"
     return ""

@@ -19,7 +19,8 @@ def test_cases(way):
     launcher, ranks, transport = WAYS[way]
     if available(launcher):
         pytest.skip(available(launcher))
-    arguments = ["-m", "pytest", "-x", "--color=no", "-p", "no:cacheprovider", *(str(HERE / "cases" / name) for name in FILES)]
+    files = [str(HERE / "cases" / name) for name in FILES]
+    arguments = ["-m", "pytest", "-x", "--color=no", "-p", "no:cacheprovider", *files]
     variables = {"HVD_COMPRESS_RANK_TESTS": "1", "HVD_COMPRESS_TEST_TRANSPORT": transport or "auto"}
     finished = run(launcher, ranks, arguments, timeout=540, **variables)
     assert finished.status == 0, finished.output[-8000:]

@@ -92,17 +92,19 @@ def global_random(tree):
     """Return uses of a global random generator."""
     own = {"default_rng", "Generator", "SeedSequence", "PCG64", "Philox"}
     drawing = {"rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "rand_like", "randn_like"}
+    seeding = {"torch.manual_seed", "torch.seed", "torch.random.manual_seed"}
     found = []
     for node in ast.walk(tree):
         name = dotted(node)
         head, _, last = name.rpartition(".")
-        if head in ("np.random", "numpy.random") and last not in own:
-            found.append(name)
-        elif name in ("torch.manual_seed", "torch.seed", "torch.random.manual_seed") or head == "random":
-            found.append(name)
-        elif isinstance(node, ast.Call) and dotted(node.func) in {f"torch.{f}" for f in drawing}:
-            if all(keyword.arg != "generator" for keyword in node.keywords):
-                found.append(dotted(node.func))
+        numpy = head in ("np.random", "numpy.random") and last not in own
+        unkeyed = (
+            isinstance(node, ast.Call)
+            and dotted(node.func) in {f"torch.{f}" for f in drawing}
+            and all(keyword.arg != "generator" for keyword in node.keywords)
+        )
+        if numpy or unkeyed or name in seeding or head == "random":
+            found.append(name or dotted(node.func))
     return found
 
 

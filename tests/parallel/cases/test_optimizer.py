@@ -21,7 +21,7 @@ def train(world, model, optimizer, expected, steps=6, passes=1):
         for i in range(passes):
             gradients = world.gradients(model, step * passes + i)
             world.backward(model, gradients)
-            total = gradients if total is None else {n: [a + b for a, b in zip(total[n], g)] for n, g in gradients.items()}
+            total = gradients if total is None else {n: [*map(np.add, total[n], g)] for n, g in gradients.items()}
         optimizer.step()
         expected.step(total)
     expected.check(model)
@@ -194,7 +194,7 @@ def test_accumulation_identity(world):
     opt = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), 1.0), model.named_parameters(), compression=compression
     )
-    true = {n: 0.0 for n in start}
+    true = dict.fromkeys(start, 0.0)
     for step in range(8):
         opt.zero_grad()
         gradients = world.gradients(model, step)
