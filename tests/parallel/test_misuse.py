@@ -1,0 +1,96 @@
+"""Mistakes and accidents end with a clear message on every rank, and never hang."""
+
+import re
+import time
+
+import pytest
+from launch import HERE, available, run
+
+JOB = str(HERE / "jobs" / "misuse.py")
+
+
+def job(scenario, launcher="mpirun", ranks=2, timeout=100, **variables):
+    if available(launcher):
+        pytest.skip(available(launcher))
+    finished = run(launcher, ranks, [JOB, scenario], timeout, **variables)
+    assert "it hung" not in finished.output, finished.output[-3000:]
+    return finished
+
+
+DISAGREEMENTS = {
+    "ratio": r"HandshakeError: rank 1 does not agree with rank 0: TopK.ratio is 0.05 on rank 0 and 0.01 on rank 1",
+    "version": r"HandshakeError: rank 1 does not agree with rank 0: the version of hvd_compress is "
+    r"'?[\w.]+'? on rank 0 and '?0.0.9'? on rank 1",
+    "shape": r"HandshakeError: rank 1 does not agree with rank 0: the shape of parameter 'b' is "
+    r"\[50, 60\] on rank 0 and \[51, 60\] on rank 1",
+    "order": r"HandshakeError: rank 1 does not agree with rank 0: the shape of parameter 'a' is "
+    r"\[40, 50\] on rank 0 and \[50, 60\] on rank 1",
+}
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
+@pytest.mark.parametrize("scenario", DISAGREEMENTS)
+def test_ranks_that_disagree(scenario, launcher):
+    finished = job(scenario, launcher)
+    assert finished.status != 0
+    # mpirun stops the others as soon as one has ended, so at least one rank has said it;
+    # test_exchange.py holds that all ranks raise it.
+    assert re.search(DISAGREEMENTS[scenario], finished.output), finished.output[-3000:]
+    assert "has finished" not in finished.output
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun", "horovodrun --gloo"])
+@pytest.mark.parametrize(
+    "scenario", ["killed", "killed_in_exchange", "raises", "raises_in_exchange", "exits_in_exchange"]
+)
+def test_a_rank_that_leaves_ends_the_job(scenario, launcher):
+    start = time.monotonic()
+    finished = job(scenario, launcher)
+    assert finished.status != 0, finished.output[-3000:]
+    assert "rank 0 has finished" not in finished.output
+    assert time.monotonic() - start < 90
+
+
+def test_waiting_is_reported_and_can_be_ended():
+    finished = job("join", HVD_COMPRESS_TIMEOUT="4")
+    assert finished.status != 0
+    assert re.search(
+        r"WARNING rank 0 of 2 has waited \d+ s for the other ranks in exchange 2 of 2 tensors \('a', 'b'\); usual "
+        r"causes: .*hvd.join\(\)",
+        finished.output,
+    ), finished.output[-3000:]
+    assert re.search(r"rank 0 of 2 gave up on exchange 2 .* after \d+ s \(HVD_COMPRESS_TIMEOUT\)", finished.output)
+
+
+@pytest.mark.parametrize("scenario", ["no_mpi4py", "no_mpi4py_on_one_rank"])
+def test_without_mpi4py(scenario):
+    finished = job(scenario)
+    assert finished.status == 0, finished.output[-3000:]
+    said = re.findall(r"WARNING rank (\d) cannot exchange through mpi4py: mpi4py cannot be imported .* pip install "
+                      r"mpi4py; exchanging through hvd.allgather instead", finished.output)  # fmt: skip
+    assert said == ["0" if scenario == "no_mpi4py" else "1"]
+
+
+def test_without_mpi():
+    finished = job("fine", "horovodrun --gloo")
+    assert finished.status == 0, finished.output[-3000:]
+    assert len(re.findall("Horovod runs without MPI .* exchanging through hvd.allgather instead", finished.output)) == 1
+
+
+def test_without_thread_support():
+    finished = job("fine", HOROVOD_MPI_THREADS_DISABLE="1")
+    assert finished.status == 0, finished.output[-3000:]
+    assert re.search("MPI was started without MPI_THREAD_MULTIPLE.*exchanging through hvd.allgather", finished.output)
+
+
+def test_mpi_demanded_but_missing():
+    finished = job("mpi_demanded")
+    assert finished.status != 0
+    assert re.search("TransportError: transport='mpi' was asked for, but rank 0 cannot exchange through mpi4py: mpi4py "
+                     "cannot be imported", finished.output), finished.output[-3000:]  # fmt: skip
+
+
+@pytest.mark.parametrize("scenario", ["fine", "mpi4py_first"])
+def test_either_import_order(scenario):
+    finished = job(scenario)
+    assert finished.status == 0 and "WARNING" not in finished.output, finished.output[-3000:]
