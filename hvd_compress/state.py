@@ -211,6 +211,7 @@ class Runtime:
 
     def forget_exchanges(self) -> None:
         """Drop all connections, so that the next step opens new ones; residuals stay."""
+        self._opened.clear()
         for scope in self.scopes:
             scope.exchanges.clear()
 

@@ -116,7 +116,7 @@ def _direct_call(frame_locals: dict[str, Any], tensor: Any, grouped: bool) -> Ca
         average = frame_locals.get("average")
         ops = sys.modules[_TORCH_OPS]
         op = ops.Sum if average is False else ops.Average
-    positions = (0,)
+    positions: tuple[int, ...] = (0,)
     if grouped:
         positions = tuple(i for i, t in enumerate(frame_locals["tensors"]) if t is tensor)
     return Call(None, None, frame_locals["name"], op, frame_locals["process_set"], grouped, positions)

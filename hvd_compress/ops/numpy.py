@@ -43,12 +43,13 @@ class NumpyOps:
             return x
         largest = np.finfo(dtype).max
         clipped = np.where(np.isfinite(x), np.clip(x, -largest, largest), x)
-        return clipped.astype(dtype)
+        return np.asarray(clipped.astype(dtype))
 
     def add(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """Return ``a + b``."""
         with np.errstate(over="ignore", invalid="ignore"):
-            return a + b
+            total: np.ndarray = a + b
+        return total
 
     def scale_(self, x: np.ndarray, factor: Any) -> np.ndarray:
         """Multiply in place."""

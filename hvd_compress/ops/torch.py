@@ -81,7 +81,7 @@ class TorchOps:
     def top_k(self, x: torch.Tensor, k: int) -> torch.Tensor:
         """Select exactly, with positions ascending and the lower position winning ties."""
         bits = x.view(_BITS[x.element_size()]) & torch.iinfo(_BITS[x.element_size()]).max
-        threshold = bits.topk(k, sorted=True).values[-1]
+        threshold = bits.topk(k, sorted=False).values.min()
         above = bits > threshold
         ties = bits == threshold
         # int32 holds any position: larger tensors are refused at the door.

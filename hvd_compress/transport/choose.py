@@ -23,16 +23,20 @@ def open_transport(choice: str, process_set: Any, label: str) -> Transport:
     """Open the transport that all ranks of ``process_set`` can use; collective over them.
 
     Raises:
-        TransportError: on every rank, if ``choice`` is ``"mpi"`` and one rank cannot use it.
+        TransportError: on every rank, if ranks ask for different transports, or if
+            ``choice`` is ``"mpi"`` and one rank cannot use it.
     """
     fallback = HorovodTransport(process_set, label)
-    if choice == "horovod":
-        return fallback
-    world_rank, obstacle = _mpi_rank()
-    record = json.dumps([world_rank, obstacle]).encode().ljust(_RECORD_BYTES)
+    world_rank, obstacle = (-1, "") if choice == "horovod" else _mpi_rank()
+    record = json.dumps([choice, world_rank, obstacle]).encode().ljust(_RECORD_BYTES)
     records = fallback.allgather(np.frombuffer(record, np.uint8), f"the choice of a transport for {label}")
     ranks = [json.loads(row.tobytes()) for row in records]
-    for rank, (_, why_not) in enumerate(ranks):
+    choices = [asked for asked, _, _ in ranks]
+    if len(set(choices)) > 1:
+        raise TransportError(f"expected the same transport= on all ranks, got, by rank, {choices}")
+    if choice == "horovod":
+        return fallback
+    for rank, (_, _, why_not) in enumerate(ranks):
         if why_not:
             message = f"rank {rank} cannot exchange through mpi4py: {why_not}"
             if choice == "mpi":
@@ -40,7 +44,8 @@ def open_transport(choice: str, process_set: Any, label: str) -> Transport:
             log = logger.warning if fallback.rank == 0 else logger.debug
             log("%s; exchanging through hvd.allgather instead", message)
             return fallback
-    return MPITransport.for_ranks([world_rank for world_rank, _ in ranks], _check_horovod)
+    ranks_of_mpi = [world_rank for _, world_rank, _ in ranks]
+    return MPITransport.for_ranks(ranks_of_mpi, _check_horovod)
 
 
 def _mpi_rank() -> tuple[int, str]:

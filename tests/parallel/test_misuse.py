@@ -90,6 +90,21 @@ def test_mpi_demanded_but_missing():
                      "cannot be imported", finished.output), finished.output[-3000:]  # fmt: skip
 
 
+def test_different_transports():
+    finished = job("other_transport")
+    assert finished.status != 0
+    assert (
+        "TransportError: expected the same transport= on all ranks, got, by rank, ['auto', 'horovod']"
+        in finished.output
+    )
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
+def test_one_process(launcher):
+    finished = job("alone", launcher, ranks=1)
+    assert finished.status == 0, finished.output[-3000:]
+
+
 @pytest.mark.parametrize("scenario", ["fine", "mpi4py_first"])
 def test_either_import_order(scenario):
     finished = job(scenario)

@@ -130,6 +130,22 @@ def fine():
     train()
 
 
+def other_transport():
+    train(compression=TopK(0.05, transport="horovod" if hvd.rank() else "auto"))
+
+
+def alone():
+    """One process: Horovod's optimizer calls no compressor, direct calls do."""
+    compression = TopK(0.05)
+    train(compression=compression)
+    assert compression.stats()["steps"] == 0
+    x = torch.arange(2000.0).reshape(40, 50)
+    first = hvd.allreduce(x, name="x", compression=compression)
+    second = hvd.allreduce(torch.zeros(40, 50), name="x", compression=compression)
+    assert torch.equal(first.reshape(-1)[-100:], x.reshape(-1)[-100:]) and first.count_nonzero() == 100
+    assert torch.equal(second.reshape(-1)[-200:-100], x.reshape(-1)[-200:-100]) and second.count_nonzero() == 100
+
+
 def mpi4py_first():
     train()
 
