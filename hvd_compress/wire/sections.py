@@ -54,7 +54,8 @@ class ArraySection:
     def decode(self, rows: np.ndarray) -> np.ndarray:
         """Return the elements of every row; bfloat16 as uint16 bits."""
         host = "uint16" if self.dtype == "bfloat16" else self.dtype
-        return np.ascontiguousarray(rows).view(np.dtype(host).newbyteorder("<"))
+        # A copy even of one row, which counts as contiguous whatever its stride and alignment.
+        return rows.copy().view(np.dtype(host).newbyteorder("<"))
 
 
 @dataclass(frozen=True)

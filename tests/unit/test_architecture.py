@@ -23,7 +23,7 @@ LEVELS = [
     {"state"},
     {"base"},
     {"compressors"},
-    {"adapters"},
+    {"adapters", "elastic"},
     {"__init__"},
 ]
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
@@ -33,7 +33,7 @@ ALLOWED = {("wire", "hvd_compress.ops.base")}
 FRAMEWORKS = {"torch", "tensorflow", "keras", "tf_keras", "horovod", "mpi4py", "numba", "jax"}
 MAY_IMPORT_TORCH = {"ops/torch.py", "adapters/torch.py"}
 # These find Horovod and MPI when they are used, never when they are imported.
-MAY_LOAD_LATE = {"transport", "adapters"}
+MAY_LOAD_LATE = {"transport", "adapters", "elastic"}
 
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
