@@ -16,7 +16,7 @@ import numpy as np
 
 from hvd_compress import wire
 from hvd_compress.errors import HandshakeError, TransportError
-from hvd_compress.layout import Layout, check_agreement
+from hvd_compress.layout import Declaration, Layout, check_agreement
 from hvd_compress.ops.base import Array, Ops
 from hvd_compress.telemetry import Telemetry
 from hvd_compress.transport.base import Transport
@@ -64,6 +64,8 @@ class Exchange:
         on_nonfinite: called on every rank with ``[(rank, name), ...]`` after residuals have
             been restored, when a rank's tensor holds NaN or infinity; may raise.
         watch_dense: exchange the finiteness of dense tensors even if nothing else is sent.
+        declaration: a comparison between ranks that is under way; looked at in passing, and
+            waited for before the first exchange.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Exchange:
         telemetry: Telemetry,
         on_nonfinite: Callable[[list[tuple[int, str]]], None],
         watch_dense: bool = False,
+        declaration: Declaration | None = None,
     ) -> None:
         self._connect = connect
         self._ops = ops
@@ -81,6 +84,7 @@ class Exchange:
         self._telemetry = telemetry
         self._on_nonfinite = on_nonfinite
         self._watch_dense = watch_dense
+        self._declaration = declaration
         self._transport: Transport | None = None
         self._agreed: dict[str, Layout] = {}
         self._steps: dict[str, int] = {}
@@ -99,13 +103,19 @@ class Exchange:
         return name in self._pending
 
     def submit(self, item: Item) -> None:
-        """Queue a tensor for the next exchange."""
+        """Queue a tensor for the next exchange.
+
+        Raises:
+            HandshakeError: ranks are found to disagree.
+        """
         with self._lock:
             abandoned = self._pending.pop(item.name, None)
             self._pending[item.name] = item
         if abandoned is not None:
             # A step that an error ended before it was exchanged: nothing of it may be lost.
             abandoned.give_back()
+        if self._declaration is not None:
+            self._declaration.check(wait=False)
 
     def collect(self, name: str, slot: str = "") -> Gathered:
         """Return what all ranks sent for ``name``, exchanging first if it is still queued.
@@ -179,6 +189,8 @@ class Exchange:
 
     def _gather(self, layout: Layout, payload: list[np.ndarray], finite: np.ndarray, slot: str) -> np.ndarray:
         if self._transport is None:
+            if self._declaration is not None:
+                self._declaration.check(wait=True)
             self._transport = self._connect()
         transport, step = self._transport, self._steps.get(slot, 0)
         self._steps[slot] = step + 1

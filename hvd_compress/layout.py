@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -60,8 +60,56 @@ def check_agreement(transport: Transport, layout: Layout, what: str) -> int:
     digests = transport.allgather(np.frombuffer(layout.digest, np.uint8), f"the handshake before {what}")
     if (digests == digests[0]).all():
         return len(layout.digest)
-    mine = json.dumps({"settings": layout.settings, "tensors": _plain(layout.entries)}).encode()
-    ranks = [json.loads(text) for text in transport.allgather_any(mine, f"the handshake before {what}")]
+    mine = describe(layout.settings, layout.entries)
+    compare(transport.allgather_any(mine, f"the handshake before {what}"))
+    raise HandshakeError("ranks do not agree, though their layouts read alike; do all ranks have the same package?")
+
+
+class Pending(Protocol):
+    """Byte strings of all ranks that are being gathered."""
+
+    def ready(self) -> bool:
+        """Tell whether :meth:`result` would return at once."""
+
+    def result(self, what: str) -> list[bytes]:
+        """Wait for the strings and return them in rank order."""
+
+
+class Declaration:
+    """What each rank is going to train, compared as soon as all ranks have said it.
+
+    An optimizer that has a parameter more on one rank than on the others would wait in
+    Horovod for ever, before anything is exchanged.
+    """
+
+    def __init__(self, pending: Pending) -> None:
+        self._pending: Pending | None = pending
+
+    def check(self, wait: bool) -> None:
+        """Compare what has been gathered, once; without ``wait`` only if that is there already.
+
+        Raises:
+            HandshakeError: ranks disagree.
+        """
+        if self._pending is None or not (wait or self._pending.ready()):
+            return
+        pending, self._pending = self._pending, None
+        compare(pending.result("the comparison of what all ranks train"))
+
+
+def describe(settings: dict[str, Any], entries: Sequence[Entry]) -> bytes:
+    """Return settings and tensors as text for :func:`compare`."""
+    return json.dumps({"settings": settings, "tensors": _plain(entries)}).encode()
+
+
+def compare(descriptions: list[bytes]) -> None:
+    """Compare the descriptions of all ranks.
+
+    Raises:
+        HandshakeError: naming the first rank that differs from rank 0, the setting or
+            tensor, and both values.
+    """
+    ranks = [json.loads(text) for text in descriptions]
     for rank, theirs in enumerate(ranks):
         difference = _difference(ranks[0], theirs)
         if difference:
@@ -69,7 +117,6 @@ def check_agreement(transport: Transport, layout: Layout, what: str) -> int:
             raise HandshakeError(
                 f"rank {rank} does not agree with rank 0: {subject} is {first} on rank 0 and {other} on rank {rank}"
             )
-    raise HandshakeError("ranks do not agree, though their layouts read alike; is the package the same on all ranks?")
 
 
 def _plain(entries: Sequence[Entry]) -> list[list[Any]]:
@@ -83,8 +130,10 @@ def _difference(first: dict[str, Any], other: dict[str, Any]) -> tuple[str, str,
             return key, str(a), str(b)
     tensors = [{name: values for name, *values in side["tensors"]} for side in (first, other)]
     for name in sorted({*tensors[0], *tensors[1]}):
-        sides = [t.get(name, ["absent"] * 3) for t in tensors]
-        for label, a, b in zip(("shape", "dtype", "payload"), sides[0], sides[1], strict=True):
+        if name not in tensors[0] or name not in tensors[1]:
+            words = ["present" if name in side else "absent" for side in tensors]
+            return f"parameter {name!r}", words[0], words[1]
+        for label, a, b in zip(("shape", "dtype", "payload"), tensors[0][name], tensors[1][name], strict=True):
             if a != b:
                 return f"the {label} of parameter {name!r}", str(a), str(b)
     return None

@@ -15,12 +15,14 @@ from hvd_compress.adapters.callsite import Call, closure_of_step, find_torch_cal
 from hvd_compress.base import Compressor, Payload, TensorSpec
 from hvd_compress.errors import NonFiniteGradientError, StateError, UnboundTensorError, UnsupportedError
 from hvd_compress.exchange import Exchange, Item
+from hvd_compress.layout import Declaration, describe
 from hvd_compress.ops.base import ACCUMULATOR, ITEMSIZE
 from hvd_compress.ops.torch import TorchOps
 from hvd_compress.policy import Route
 from hvd_compress.state import ParameterState, Scope
 from hvd_compress.transport.base import Transport
 from hvd_compress.transport.choose import open_transport
+from hvd_compress.transport.horovod import HorovodTransport
 from hvd_compress.version import __version__
 
 logger = logging.getLogger("hvd_compress")
@@ -168,15 +170,26 @@ def _exchange(compressor: Compressor, scope: Scope, call: Call) -> Exchange:
             label = f"hvd_compress.{runtime.next_exchange(number)}"
             return open_transport(compressor.transport, process_set, label)
 
+        settings = {"the version of hvd_compress": __version__, **compressor.settings()}
         exchange = scope.exchanges[number] = Exchange(
             connect,
             _OPS,
-            {"the version of hvd_compress": __version__, **compressor.settings()},
+            settings,
             runtime.telemetry,
             lambda bad: _report_nonfinite(compressor, bad),
             watch_dense=compressor.on_nonfinite == "raise" and call.owner is not None,
+            declaration=_declare(settings, call) if call.owner is not None else None,
         )
     return exchange
+
+
+def _declare(settings: dict[str, Any], call: Call) -> Declaration:
+    """Start comparing this optimizer's parameters between ranks, by a named operation that waits for nobody."""
+    names = sorted((name, p) for p, name in call.owner._parameter_names.items())
+    entries = [(name, tuple(p.shape), _OPS.dtype(p), ()) for name, p in names]
+    # Two optimizers may meet their first gradients in another order on each rank, so none can be counted.
+    transport = HorovodTransport(call.process_set, f"hvd_compress.declaration.{entries[0][0]}")
+    return Declaration(transport.start_allgather_any(describe(settings, entries)))
 
 
 def _report_nonfinite(compressor: Compressor, bad: list[tuple[int, str]]) -> None:

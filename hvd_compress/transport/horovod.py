@@ -32,7 +32,7 @@ class HorovodTransport(Transport):
 
     def allgather(self, message: np.ndarray, what: str) -> np.ndarray:
         """Gather messages of one length."""
-        gathered = self._gather(message, self._label, what)
+        gathered = self._finish(self._start(message, self._label), what)
         if gathered.size != self.size * message.size:
             raise TransportError(
                 f"expected {self.size} messages of {message.size} bytes in {what}, got {gathered.size} bytes in all"
@@ -40,17 +40,24 @@ class HorovodTransport(Transport):
         return gathered.reshape(self.size, message.size)
 
     def allgather_any(self, data: bytes, what: str) -> list[bytes]:
-        """Gather the lengths, then the strings."""
-        length = np.array([len(data)], "<i8").view(np.uint8)
-        lengths = self._gather(length, f"{self._label}.lengths", what).view("<i8")
-        gathered = self._gather(np.frombuffer(data, np.uint8), f"{self._label}.strings", what)
-        ends = np.cumsum(lengths)
-        return [gathered[end - length : end].tobytes() for end, length in zip(ends, lengths, strict=True)]
+        """Gather byte strings, each behind its length."""
+        return self.start_allgather_any(data).result(what)
 
-    def _gather(self, data: np.ndarray, name: str, what: str) -> np.ndarray:
+    def start_allgather_any(self, data: bytes) -> PendingAllgather:
+        """Start gathering byte strings.
+
+        Horovod pairs operations by name, so this, unlike an MPI collective, may be started
+        at different points of the program on different ranks.
+        """
+        framed = np.frombuffer(len(data).to_bytes(8, "little") + data, np.uint8)
+        return PendingAllgather(self, self._start(framed, f"{self._label}.strings"))
+
+    def _start(self, data: np.ndarray, name: str) -> Any:
         self._check_length(data.nbytes)
         tensor = self._torch.from_numpy(np.array(data))
-        handle = self._hvd.allgather_async(tensor, name=name, process_set=self._process_set)
+        return self._hvd.allgather_async(tensor, name=name, process_set=self._process_set)
+
+    def _finish(self, handle: Any, what: str) -> np.ndarray:
         self.wait(lambda: self._hvd.poll(handle), what)
         gathered: np.ndarray = self._hvd.synchronize(handle).numpy()
         return gathered
@@ -60,6 +67,28 @@ class HorovodTransport(Transport):
 
     def abort(self, message: str) -> None:
         """Return: an error that ends this process makes Horovod fail on all others."""
+
+
+class PendingAllgather:
+    """Byte strings that are being gathered."""
+
+    def __init__(self, transport: HorovodTransport, handle: Any) -> None:
+        self._transport = transport
+        self._handle = handle
+
+    def ready(self) -> bool:
+        """Tell whether :meth:`result` would return at once."""
+        return bool(self._transport._hvd.poll(self._handle))
+
+    def result(self, what: str) -> list[bytes]:
+        """Wait for the strings and return them in rank order."""
+        gathered = self._transport._finish(self._handle, what).tobytes()
+        strings, start = [], 0
+        while start < len(gathered):
+            stop = start + 8 + int.from_bytes(gathered[start : start + 8], "little")
+            strings.append(gathered[start + 8 : stop])
+            start = stop
+        return strings
 
 
 def horovod_is_running() -> bool:

@@ -23,6 +23,8 @@ DISAGREEMENTS = {
     r"'?[\w.]+'? on rank 0 and '?0.0.9'? on rank 1",
     "shape": r"HandshakeError: rank 1 does not agree with rank 0: the shape of parameter 'b' is "
     r"\[50, 60\] on rank 0 and \[51, 60\] on rank 1",
+    "number": r"HandshakeError: rank 1 does not agree with rank 0: parameter 'aa' is absent on rank 0 and present on "
+    r"rank 1",
     "order": r"HandshakeError: rank 1 does not agree with rank 0: the shape of parameter 'a' is "
     r"\[40, 50\] on rank 0 and \[50, 60\] on rank 1",
 }

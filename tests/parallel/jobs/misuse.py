@@ -47,6 +47,12 @@ def shape():
     train(shapes={"a": (40, 50), "b": (50, 60) if hvd.rank() == 0 else (51, 60)})
 
 
+def number():
+    """The first gradient that Horovod waits for is of a parameter that only rank 1 has."""
+    shapes = {"a": (40, 50), "b": (50, 60)}
+    train(shapes=shapes if hvd.rank() == 0 else {"a": (40, 50), "aa": (60, 70), "b": (50, 60), "c": (70, 80)})
+
+
 def order():
     train(names=["a", "b"] if hvd.rank() == 0 else ["b", "a"])
 
