@@ -16,6 +16,7 @@ import abc
 import enum
 import importlib
 import math
+import numbers
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -242,9 +243,10 @@ class Compressor(abc.ABC):
         Raises:
             ConfigError: the factor is not a positive finite number.
         """
-        if not (isinstance(factor, (int, float)) and math.isfinite(factor) and factor > 0):
+        number = isinstance(factor, numbers.Real) and not isinstance(factor, bool)
+        if not (number and math.isfinite(factor) and factor > 0):
             raise ConfigError(f"the factor must be a positive finite number, got {factor!r}")
-        self.runtime.rescale(factor)
+        self.runtime.rescale(float(factor))
 
     def __getstate__(self) -> dict[str, Any]:
         # Pickles and copies carry the settings alone; state is per process: use state_dict().

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hvd_compress import wire
-from hvd_compress.errors import HandshakeError, TransportError
+from hvd_compress.errors import HandshakeError, TransportError, WireFormatError
 from hvd_compress.layout import Declaration, Layout, check_agreement
 from hvd_compress.ops.base import Array, Ops
 from hvd_compress.telemetry import Telemetry
@@ -90,6 +90,7 @@ class Exchange:
         self._steps: dict[str, int] = {}
         self._pending: dict[str, Item] = {}
         self._gathered: dict[str, Gathered] = {}
+        self._uncollected: dict[str, Item] = {}
         # On GPUs Horovod's hooks run on one autograd thread for each device.
         self._lock = threading.Lock()
 
@@ -108,14 +109,18 @@ class Exchange:
         Raises:
             HandshakeError: ranks are found to disagree.
         """
+        if self._declaration is not None:
+            try:
+                self._declaration.check(wait=False)
+            except HandshakeError:
+                item.give_back()
+                raise
         with self._lock:
             abandoned = self._pending.pop(item.name, None)
             self._pending[item.name] = item
         if abandoned is not None:
             # A step that an error ended before it was exchanged: nothing of it may be lost.
             abandoned.give_back()
-        if self._declaration is not None:
-            self._declaration.check(wait=False)
 
     def collect(self, name: str, slot: str = "") -> Gathered:
         """Return what all ranks sent for ``name``, exchanging first if it is still queued.
@@ -130,19 +135,31 @@ class Exchange:
         self.settle(slot)
         if name not in self._gathered:
             raise TransportError(f"nothing was exchanged for {name!r}: decompress was called without compress")
+        self._uncollected.pop(name, None)
         return self._gathered.pop(name)
 
     def settle(self, slot: str = "") -> None:
-        """Exchange what is queued, if anything; collective over the process set."""
-        if self._pending:
+        """Exchange what is queued, if anything; collective over the process set.
+
+        Ranks that exchanged tensors in the last step expect an exchange in this one, even
+        if none of them is left.
+        """
+        agreed = self._agreed.get(slot)
+        if self._pending or (agreed is not None and agreed.body_bytes and not self._gathered):
             self._flush(slot)
 
     def _flush(self, slot: str) -> None:
         with self._lock:
             items = [self._pending[name] for name in sorted(self._pending)]
             self._pending.clear()
-        self._gathered.clear()
-        if not any(item.sections for item in items) and not self._watch_dense:
+        self._gathered = {}
+        for item in self._uncollected.values():
+            # Exchanged in a step that was given up before it was applied.
+            item.give_back()
+        self._uncollected = {}
+        agreed = self._agreed.get(slot)
+        expected = agreed is not None and agreed.body_bytes
+        if not (expected or self._watch_dense or any(item.sections for item in items)):
             return
         try:
             gathered, finite, bad = self._exchange(items, slot)
@@ -156,6 +173,8 @@ class Exchange:
                 if is_finite:
                     item.give_back()
             self._on_nonfinite(bad)
+        else:
+            self._uncollected = {item.name: item for item in items if item.sections}
         self._gathered = gathered
 
     def _exchange(self, items: list[Item], slot: str) -> tuple[dict[str, Gathered], list[bool], list[tuple[int, str]]]:
@@ -165,6 +184,8 @@ class Exchange:
         headers = [wire.decode_header(row) for row in rows]
         arrays = wire.decode_body(rows, layout.sections)
         names = [item.name for item in items]
+        for rank, header in enumerate(headers):
+            _check_header(header, layout, rank)
         bad = [(rank, names[h.first_nonfinite]) for rank, h in enumerate(headers) if h.first_nonfinite >= 0]
         return self._to_device(items, arrays), finite.tolist(), bad
 
@@ -172,7 +193,7 @@ class Exchange:
         arrays = [array for item in items for array in item.arrays]
         flags = [self._ops.reshape(item.finite, (1,)) for item in items]
         host = self._ops.to_host(arrays + flags)
-        return [*host[: len(arrays)], np.concatenate(host[len(arrays) :])]
+        return [*host[: len(arrays)], np.concatenate([np.ones(0, bool), *host[len(arrays) :]])]
 
     def _to_device(self, items: list[Item], arrays: list[np.ndarray]) -> dict[str, Gathered]:
         gathered, start = {}, 0
@@ -207,6 +228,7 @@ class Exchange:
             _check_steps(headers)
             if all(header.kind is wire.Kind.DATA for header in headers):
                 return rows
+            self._telemetry.overhead_bytes += agreed.body_bytes
         sent = check_agreement(transport, layout, what)
         self._telemetry.handshake_bytes += sent
         self._agreed[slot] = layout
@@ -227,6 +249,15 @@ class Exchange:
         self._telemetry.exchange_bytes += message.nbytes
         self._telemetry.overhead_bytes += wire.HEADER_BYTES
         return rows
+
+
+def _check_header(header: wire.Header, layout: Layout, rank: int) -> None:
+    if header.layout != layout.digest:
+        raise WireFormatError(f"expected layout {layout.digest.hex()}, got {header.layout.hex()} from rank {rank}")
+    if header.first_nonfinite >= len(layout.entries):
+        raise WireFormatError(
+            f"expected a position below {len(layout.entries)}, got {header.first_nonfinite} from rank {rank}"
+        )
 
 
 def _check_steps(headers: list[wire.Header]) -> None:

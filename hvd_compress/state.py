@@ -98,8 +98,10 @@ class Runtime:
         if label is None:
             if any(p in s.entries for s in self.scopes if s.owned for p in parameters):
                 gc.collect()  # an optimizer is part of a reference cycle, so the old one may only seem alive
-            label = self._inherit(parameters, entries) or self._free_label()
+            label = self._inherit(parameters, entries)
             self.scopes = [s for s in self.scopes if s.entries or not s.orphaned]
+            if label is None or any(s.label == label and not s.orphaned for s in self.scopes):
+                label = self._free_label()
         scope = Scope(label, owner, entries)
         self.scopes.append(scope)
         return scope
@@ -162,7 +164,8 @@ class Runtime:
             for key, s in self.states().items()
         }
         for key, restored in self._restored.items():
-            parameters.setdefault(key, dict(restored))
+            residual = restored["residual"]
+            parameters.setdefault(key, {**restored, "residual": None if residual is None else _copy(residual)})
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -193,8 +196,10 @@ class Runtime:
         if unknown:
             raise StateError(f"the state has parameters that this model lacks: expected {sorted(live)}, got {unknown}")
         for key, entry in live.items():
+            if key in parameters:
+                _check_size(key, entry.residual, parameters[key]["residual"])
+        for key, entry in live.items():
             loaded = parameters.pop(key, {"residual": None, "steps": 0})
-            _check_size(key, entry.residual, loaded["residual"])
             entry.residual, entry.steps, entry.restored = loaded["residual"], loaded["steps"], True
         self._restored = parameters
         for scope in self.scopes:
@@ -222,6 +227,9 @@ def _checked(state: Any, compressor: str) -> dict[str, Any]:
         raise StateError(f"expected a dict from compression.state_dict(), got {kind}")
     if state.get("version") != VERSION:
         raise StateError(f"expected state version {VERSION}, got {state.get('version')}")
+    missing = [field for field in ("compressor", "rank", "size", "parameters") if field not in state]
+    if missing:
+        raise StateError(f"expected a dict from compression.state_dict(), got one without {missing}")
     if state["compressor"] != compressor:
         raise StateError(f"expected the state of a {compressor}, got that of a {state['compressor']}")
     return state
@@ -245,11 +253,13 @@ def _redistribute(states: list[dict[str, Any]], rank: int, size: int) -> dict[st
         raise StateError(f"expected one state of each of {sorted(sizes)} ranks, got states of ranks {ranks}")
     ordered = sorted(states, key=lambda s: int(s["rank"]))
     parameters: dict[str, dict[str, Any]] = {}
-    for key in ordered[0]["parameters"]:
-        total = None
-        for old in ordered[rank::size]:
+    keys = {key: None for old in ordered for key in old["parameters"]}
+    for key in keys:
+        for old in ordered:
             if key not in old["parameters"]:
                 raise StateError(f"expected {key!r} in the states of all ranks, but rank {old['rank']} lacks it")
+        total = None
+        for old in ordered[rank::size]:
             residual = old["parameters"][key]["residual"]
             if residual is not None:
                 total = _copy(residual) if total is None else total + residual

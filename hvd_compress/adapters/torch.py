@@ -42,6 +42,7 @@ class Dense:
 class Frozen:
     """Context of a parameter that is no longer trained: it gets a zero gradient."""
 
+    exchange: Exchange
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
@@ -73,7 +74,7 @@ def compress(compressor: Compressor, tensor: torch.Tensor) -> tuple[torch.Tensor
     state = _state(compressor, call, scope)
     if call.parameter is not None and not call.parameter.requires_grad:
         # Horovod still submits a zero gradient; sending the residual would move frozen weights.
-        return token, Frozen(tensor.shape, tensor.dtype, tensor.device)
+        return token, Frozen(exchange, tensor.shape, tensor.dtype, tensor.device)
     item = _encode(compressor, tensor, spec, _name(call), state)
     exchange.submit(item)
     payload_bytes = sum(section.nbytes for section in item.sections)
@@ -88,6 +89,7 @@ def decompress(compressor: Compressor, tensor: torch.Tensor, ctx: Dense | Frozen
             ctx.exchange.settle()
         return tensor.to(ctx.dtype)
     if isinstance(ctx, Frozen):
+        ctx.exchange.settle()
         return torch.zeros(ctx.shape, dtype=ctx.dtype, device=ctx.device)
     gathered = ctx.exchange.collect(ctx.name, ctx.slot)
     total = compressor.combine(gathered.arrays, gathered.ranks, ctx.spec, _OPS)

@@ -51,7 +51,7 @@ class TopK(Compressor):
         """Return how many elements of such a tensor are sent."""
         # 0.1 * 30 is a little above 3: what is a whole number but for rounding must not be rounded up.
         exact = self.ratio * spec.numel
-        return max(1, math.ceil(exact - 1e-9 * exact))
+        return max(1, math.ceil(exact * (1 - 1e-15)))
 
     def sections(self, spec: TensorSpec) -> Sequence[Section]:
         """Positions, then values."""

@@ -56,7 +56,8 @@ class TorchOps:
         if x.dtype == target:
             return x
         largest = torch.finfo(target).max
-        return torch.where(x.isfinite(), x.clamp(-largest, largest), x).to(target)
+        wide = x.to(torch.promote_types(x.dtype, target))
+        return torch.where(wide.isfinite(), wide.clamp(-largest, largest), wide).to(target)
 
     def add(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """Return ``a + b``."""

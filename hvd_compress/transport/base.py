@@ -51,7 +51,7 @@ class Transport(abc.ABC):
         Raises:
             ExchangeTimeoutError: ``HVD_COMPRESS_TIMEOUT`` is set and has passed.
         """
-        limit = _timeout()
+        limit = timeout_limit()
         start = time.monotonic()
         warn_at, check_at = WARN_AFTER_S, 1.0
         while not done():
@@ -92,7 +92,12 @@ _CAUSES = (
 )
 
 
-def _timeout() -> float | None:
+def timeout_limit() -> float | None:
+    """Return ``HVD_COMPRESS_TIMEOUT`` in seconds, None if it is not set.
+
+    Raises:
+        ConfigError: it is no positive number.
+    """
     text = os.environ.get("HVD_COMPRESS_TIMEOUT", "")
     if not text:
         return None

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.errors import TransportError
-from hvd_compress.transport.base import Transport
+from hvd_compress.transport.base import Transport, timeout_limit
 
 
 class HorovodTransport(Transport):
@@ -23,6 +23,7 @@ class HorovodTransport(Transport):
     name = "horovod"
 
     def __init__(self, process_set: Any, label: str) -> None:
+        timeout_limit()  # a bad setting is reported before anything is started
         self._hvd = importlib.import_module("horovod.torch")
         self._torch = importlib.import_module("torch")
         self._process_set = process_set

@@ -71,13 +71,18 @@ def run_ranks(size: int, work: Callable[[ThreadTransport], Result]) -> list[Resu
 
     The first error of any rank is raised after all have ended.
     """
+    errors: list[BaseException] = []
 
     def guarded(transport: ThreadTransport) -> Result:
         try:
             return work(transport)
-        except BaseException:
+        except BaseException as error:
+            errors.append(error)
             transport.abort("failed")
             raise
 
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(guarded, thread_group(size)))
+        futures = [pool.submit(guarded, transport) for transport in thread_group(size)]
+    if errors:
+        raise errors[0]
+    return [future.result() for future in futures]

@@ -84,6 +84,10 @@ def decode_header(message: np.ndarray) -> Header:
         raise WireFormatError(f"expected a message of kind 0 or 1, got kind {kind}, reserved {reserved}")
     if HEADER_BYTES + body_bytes > message.nbytes:
         raise WireFormatError(f"expected a body of {body_bytes} bytes, got {message.nbytes - HEADER_BYTES}: it is cut")
+    if body_bytes != (message.nbytes - HEADER_BYTES if kind == Kind.DATA else 0):
+        raise WireFormatError(f"expected {message.nbytes - HEADER_BYTES} body bytes, got a header of {body_bytes}")
+    if first_nonfinite < -1:
+        raise WireFormatError(f"expected the position of a tensor or -1, got {first_nonfinite}")
     return Header(Kind(kind), layout, step, body_bytes, first_nonfinite)
 
 

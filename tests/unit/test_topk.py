@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import math
 import pickle
+import threading
 from fractions import Fraction
 
 import numpy as np
@@ -57,17 +58,18 @@ def test_kept_is_the_ratio_rounded_up(ratio, n, k):
     assert TopK(ratio).kept(spec_of(n)) == k
 
 
-@pytest.mark.xfail(strict=True, reason="the allowance for rounding, 1e-9 of k, is more than an element for k > 1e9")
 @pytest.mark.parametrize(("ratio", "n", "k"), [(1.0, 2**31 - 1, 2**31 - 1), (0.5, 2**31 - 2, 2**30 - 1)])
 def test_kept_of_the_largest_tensors(ratio, n, k):
     assert TopK(ratio).kept(spec_of(n)) == k
 
 
+@settings(deadline=None)
 @given(n=st.integers(1, 10**6), hundredths=st.integers(1, 100))
 def test_kept_of_whole_percentages_is_exact(n, hundredths):
     assert TopK(hundredths / 100).kept(spec_of(n)) == max(1, -(-hundredths * n // 100))
 
 
+@settings(deadline=None)
 @given(n=st.integers(1, 10**6), ratio=st.floats(0, 1, exclude_min=True))
 def test_kept_is_in_range_and_at_least_the_ratio(n, ratio):
     k = TopK(ratio).kept(spec_of(n))
@@ -108,14 +110,13 @@ def test_it_is_a_contraction(ops, data, ratio):
 
 @pytest.mark.parametrize("ops", [NUMPY, TORCH], ids=["numpy", "torch"])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-def test_add_undoes_subtract_and_combine_adds_in_rank_order(ops, dtype):
+def test_add_undoes_subtract_and_combine_adds_up(ops, dtype):
     spec, compressor = spec_of(6, dtype), TopK(0.5)
     wide = getattr(np, spec.accumulator)
-    xs = [np.array(v, wide) for v in ([5, 0, -4, 0, 3, 1], [0, 7, -4, 6, 0, 2], [1e8, 0, 0, 1, -2, 0])]
-    xs = xs if dtype == "float32" else xs[:2]
+    xs = [np.array(v, wide) for v in ([5, 0, -4, 0, 3, 1], [0, 7, -4, 6, 0, 2])]
     xs = xs if ops is NUMPY else [torch.from_numpy(x) for x in xs]
     payloads = [compressor.encode(x, spec, ops) for x in xs]
-    assert [p.arrays[0].tolist() for p in payloads] == [[0, 2, 4], [1, 2, 3], [0, 3, 4]][: len(xs)]
+    assert [p.arrays[0].tolist() for p in payloads] == [[0, 2, 4], [1, 2, 3]]
     assert all(ops.dtype(p.arrays[1]) == dtype for p in payloads)
     for x, payload in zip(xs, payloads, strict=True):
         before = x.tolist()
@@ -131,6 +132,14 @@ def test_add_undoes_subtract_and_combine_adds_in_rank_order(ops, dtype):
     for payload in payloads:
         expected[np.asarray(payload.arrays[0])] += np.asarray(payload.arrays[1]).astype(wide)
     assert total.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("ops", [NUMPY, TORCH], ids=["numpy", "torch"])
+def test_combine_adds_in_rank_order(ops):
+    indices, values = np.array([[2]] * 3, np.int32), np.array([[1], [1e8], [-1e8]], np.float32)
+    arrays = [indices, values] if ops is NUMPY else [torch.from_numpy(indices), torch.from_numpy(values)]
+    # 1 + 1e8 is 1e8 in float32; in any other order the 1 would survive.
+    assert TopK(0.25).combine(arrays, 3, spec_of(4), ops).tolist() == [0, 0, 0, 0]
 
 
 # --- Why feedback is the default --------------------------------------------------------
@@ -252,6 +261,7 @@ def test_copies_carry_the_settings_and_no_state(kind, duplicate):
     original = kind(0.25, feedback=None, min_numel=3, seed=7, transport="horovod", on_nonfinite="raise")
     scope = original.runtime.scope(None, "allreduce", [], dict)
     original.runtime.entry(scope, "w", "w").residual = np.ones(3)
+    scope.exchanges[0] = threading.Lock()  # as open connections, this can be neither copied nor pickled
     twin = duplicate(original)
     assert type(twin) is kind
     assert twin.settings() == original.settings()

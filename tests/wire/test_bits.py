@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_compress import WireFormatError
@@ -40,6 +40,7 @@ def test_the_lowest_bit_comes_first(values, width, expected):
     assert pack(np.array(values, np.uint32), width).tobytes().hex() == expected
 
 
+@settings(deadline=None)
 @given(packable())
 def test_pack_matches_plain_python(case):
     values, width = case
@@ -48,6 +49,7 @@ def test_pack_matches_plain_python(case):
     assert packed.tobytes() == reference(values, width)
 
 
+@settings(deadline=None)
 @given(packable(), st.integers(1, 3))
 def test_round_trip_of_several_rows(case, rows):
     values, width = case
@@ -64,6 +66,7 @@ def test_width_zero_reads_nothing_and_gives_zeros():
     assert not unpacked.any()
 
 
+@settings(deadline=None)
 @given(packable(), st.data())
 def test_every_padding_bit_is_checked(case, data):
     values, width = case

@@ -87,7 +87,7 @@ def test_all_golden_index_files_are_read():
     assert {path.name for path in GOLDEN.glob("indices*")} == set(FILES)
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(index_sets())
 def test_matches_plain_python(case):
     n, positions = case
@@ -106,6 +106,7 @@ def test_twelve_bits_a_position_at_a_thousandth(n):
     assert 11.5 < 8 * index_bytes(n, k) / k < 12.1
 
 
+@settings(deadline=None)
 @given(st.integers(1, LARGEST), st.data())
 def test_size_is_between_l_plus_1_and_l_plus_3_bits(n, data):
     k = data.draw(st.integers(1, n))
@@ -114,6 +115,7 @@ def test_size_is_between_l_plus_1_and_l_plus_3_bits(n, data):
     assert k * (width + 1) <= 8 * index_bytes(n, k) < k * (width + 3) + 16
 
 
+@settings(deadline=None)
 @given(st.integers(1, 10**6), st.data())
 def test_size_is_near_what_information_theory_demands(n, data):
     k = data.draw(st.integers(1, n))
@@ -125,7 +127,7 @@ def test_size_is_near_what_information_theory_demands(n, data):
 # --- Round trip ------------------------------------------------------------------------------
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(index_sets(), st.integers(1, 4))
 def test_round_trip_of_all_ranks(case, ranks):
     n, positions = case
@@ -160,7 +162,7 @@ def check_hostile(rows, n, k):
     return True
 
 
-@settings(max_examples=500)
+@settings(max_examples=500, deadline=None)
 @given(index_sets(most=12), st.data())
 def test_flipped_bits(case, data):
     n, positions = case
@@ -174,7 +176,7 @@ def test_flipped_bits(case, data):
         assert decode_indices(row[None], n, len(positions)).tolist() != [positions]
 
 
-@settings(max_examples=500)
+@settings(max_examples=500, deadline=None)
 @given(st.integers(1, 300), st.data())
 def test_random_bytes(n, data):
     k = data.draw(st.integers(1, min(n, 20)))
@@ -183,6 +185,7 @@ def test_random_bytes(n, data):
     check_hostile(np.frombuffer(raw, np.uint8).reshape(2, size), n, k)
 
 
+@settings(deadline=None)
 @given(index_sets(most=12), st.data())
 def test_one_position_too_many_or_too_few(case, data):
     n, positions = case
@@ -199,6 +202,7 @@ def test_one_position_too_many_or_too_few(case, data):
         decode_indices(np.stack([good, row]), n, k)
 
 
+@settings(deadline=None)
 @given(index_sets(), st.integers(1, 2**20))
 def test_positions_out_of_range(case, more):
     """A writer that believes in a larger tensor of the same coded size must be found out."""
@@ -210,6 +214,16 @@ def test_positions_out_of_range(case, more):
     bad = [*positions[:-1], larger - 1]
     with pytest.raises(WireFormatError, match=r"expected (positions below|zero padding|\d+ positions)"):
         decode_indices(encode(bad, larger)[None], n, k)
+
+
+@pytest.mark.parametrize("bit", [2, 7, 8 + 5, 8 + 6, 8 + 7])
+def test_every_padding_bit_of_both_fields(bit):
+    n, row = 100, encode([7, 48], 100)  # l = 5: 10 low bits, 5 high bits
+    assert len(row) == 3
+    row[1 + bit // 8] |= 1 << (bit % 8)
+    field = "low" if bit < 8 else "high"
+    with pytest.raises(WireFormatError, match=f"expected zero padding after the {field} bits"):
+        decode_indices(row[None], n, 2)
 
 
 def test_the_message_of_a_position_out_of_range():
