@@ -25,6 +25,8 @@ DISAGREEMENTS = {
     r"\[50, 60\] on rank 0 and \[51, 60\] on rank 1",
     "number": r"HandshakeError: rank 1 does not agree with rank 0: parameter 'aa' is absent on rank 0 and present on "
     r"rank 1",
+    "frozen_on_one_rank": r"HandshakeError: rank 1 does not agree with rank 0: parameter 'a' is present on rank 0 and "
+    r"absent on rank 1",
     "order": r"HandshakeError: rank 1 does not agree with rank 0: the shape of parameter 'a' is "
     r"\[40, 50\] on rank 0 and \[50, 60\] on rank 1",
 }

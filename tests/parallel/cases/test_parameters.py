@@ -178,6 +178,30 @@ def test_frozen_later(world):
     world.same_everywhere(model.parameters())
 
 
+def test_all_compressed_layers_frozen(world):
+    """Nothing is left to exchange; the exchange pauses, and goes on where it was when layers thaw."""
+    model = Bag({"a": (40, 50), "bias": (50,)})
+    expected = ReferenceSGD(model, world.reference(), 0.1)
+    compression = world.topk()
+    opt = wrap(world, model, compression=compression)
+    exchanges = []
+    for step in range(9):
+        frozen = 3 <= step < 6
+        model.a.requires_grad_(not frozen)
+        opt.zero_grad()
+        gradients = world.gradients(model, step)
+        world.backward(model, gradients, ["bias"] if frozen else None)
+        opt.step()
+        if frozen:
+            gradients.pop("a")
+        expected.step(gradients)
+        exchanges.append(compression.stats()["exchanges"])
+    # The change is agreed on in the step in which it happens; the other frozen steps send nothing.
+    assert exchanges[3] == exchanges[4] == exchanges[5] and exchanges[8] > exchanges[5]
+    expected.check(model)
+    world.same_everywhere(model.parameters())
+
+
 @pytest.mark.parametrize("as_dense", [False, True])
 def test_sparse_embedding(world, as_dense):
     torch.manual_seed(0)

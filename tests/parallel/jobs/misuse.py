@@ -26,7 +26,7 @@ def train(steps=4, compression=None, shapes=None, names=None, before=None):
     )
     for step in range(steps):
         if before is not None:
-            before(step)
+            before(step, parameters)
         opt.zero_grad()
         sum((p * (hvd.rank() + 1)).sum() for p in parameters.values()).backward()
         opt.step()
@@ -53,12 +53,16 @@ def number():
     train(shapes=shapes if hvd.rank() == 0 else {"a": (40, 50), "aa": (60, 70), "b": (50, 60), "c": (70, 80)})
 
 
+def frozen_on_one_rank():
+    train(before=lambda step, parameters: parameters["a"].requires_grad_(hvd.rank() == 0 or step < 2))
+
+
 def order():
     train(names=["a", "b"] if hvd.rank() == 0 else ["b", "a"])
 
 
 def killed():
-    def before(step):
+    def before(step, parameters):
         if step == 2 and hvd.rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -97,7 +101,7 @@ def die_in_exchange(die):
 
 
 def raises():
-    def before(step):
+    def before(step, parameters):
         if step == 2 and hvd.rank() == 1:
             raise KeyError("a bug of the user's")
 
