@@ -23,7 +23,7 @@ TENSORFLOW = "import horovod.tensorflow as hvd, tf_keras; assert hvd.mpi_built()
 
 
 def main() -> int:
-    """Run both checks side by side; print what failed and return the exit status."""
+    """Run all checks side by side; print what failed and return the exit status."""
     bin_dir = pathlib.Path(sys.executable).parent
     env = {
         **os.environ,
@@ -37,7 +37,12 @@ def main() -> int:
     checks = {
         "two ranks with mpirun, mpi4py and horovod.torch": [*mpirun, sys.executable, "-c", RANK],
         "horovod.tensorflow and tf_keras": [sys.executable, "-c", TENSORFLOW],
+        "horovodrun": [str(bin_dir / "horovodrun"), "--version"],
     }
+    missing = [command[0] for command in checks.values() if not pathlib.Path(command[0]).exists()]
+    if missing:
+        print(f"check failed: {', '.join(missing)} missing", file=sys.stderr)
+        return 1
     running = {
         name: subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for name, command in checks.items()
