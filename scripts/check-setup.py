@@ -37,6 +37,7 @@ def main() -> int:
     checks = {
         "two ranks with mpirun, mpi4py and horovod.torch": [*mpirun, sys.executable, "-c", RANK],
         "horovod.tensorflow and tf_keras": [sys.executable, "-c", TENSORFLOW],
+        "one process without mpirun": [sys.executable, "-c", "import horovod.torch as hvd; hvd.init()"],
         "horovodrun": [str(bin_dir / "horovodrun"), "--version"],
     }
     missing = [command[0] for command in checks.values() if not pathlib.Path(command[0]).exists()]
