@@ -35,6 +35,13 @@ SYNCHRONISING = {
     "unique_consecutive",
     "unique_dim",
 }
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch):
+    monkeypatch.setattr("hvd_compress.ops.torch._NOTHING_TO_WAIT_FOR", set())
+
+
 INDEXING = {"_index_put_impl_", "index", "index_put", "index_put_"}
 
 
