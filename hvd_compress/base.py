@@ -17,6 +17,7 @@ import enum
 import importlib
 import math
 import numbers
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -29,7 +30,7 @@ from hvd_compress.state import Runtime, world
 from hvd_compress.wire import Section
 
 # Adapters are found by the framework that a tensor comes from, and loaded only then.
-_ADAPTERS = {"torch": "hvd_compress.adapters.torch"}
+_ADAPTERS = {"torch": "hvd_compress.adapters.torch", "tensorflow": "hvd_compress.adapters.tensorflow"}
 
 TRANSPORTS = ("auto", "mpi", "horovod")
 ON_NONFINITE = ("propagate", "raise")
@@ -134,15 +135,16 @@ class Compressor(abc.ABC):
         """Compress the flat accumulator array ``x``."""
 
     @abc.abstractmethod
-    def combine(self, arrays: Sequence[Array], ranks: int, spec: TensorSpec, ops: Ops) -> Array:
+    def combine(self, arrays: Sequence[Array], spec: TensorSpec, ops: Ops) -> Array:
         """Return the sum of all ranks' decoded payloads, a new flat accumulator array.
 
-        The order of additions must be that of the ranks, so that all get the same bits.
+        ``arrays`` have a leading axis of ranks.  The order of additions must be that of the
+        ranks, so that all get the same bits; ``ops.fold`` does it.
         """
 
     @abc.abstractmethod
     def add_(self, x: Array, payload: Payload, spec: TensorSpec, ops: Ops, sign: int) -> Array:
-        """Add (``sign=1``) or subtract (``-1``) the decoded payload of this rank, in place."""
+        """Return ``x`` plus (``sign=1``) or minus (``-1``) the decoded payload of this rank; may change ``x``."""
 
     # --- Horovod's interface --------------------------------------------------------
 
@@ -171,6 +173,9 @@ class Compressor(abc.ABC):
             return tensor
         return self._adapter(tensor).decompress(self, tensor, ctx)
 
+    # AutoGraph would rewrite them and everything they call; it leaves alone what carries this attribute.
+    vars(compress)["autograph_info__"] = vars(decompress)["autograph_info__"] = True
+
     def _adapter(self, tensor: Any) -> Any:
         for base in type(tensor).__mro__:
             framework = base.__module__.partition(".")[0]
@@ -179,6 +184,13 @@ class Compressor(abc.ABC):
         raise UnsupportedError(
             f"{type(self).__name__} expected a tensor of one of {', '.join(_ADAPTERS)}, got {type(tensor).__name__}"
         )
+
+    def __hash__(self) -> int:
+        # horovod.tensorflow caches traced functions by this hash; see tensorflow_salt.
+        if "horovod.tensorflow" in sys.modules:
+            salt = importlib.import_module("hvd_compress.adapters.callsite").tensorflow_salt()
+            return hash((id(self), salt))
+        return hash((id(self), None))
 
     # --- Use ------------------------------------------------------------------------
 
@@ -202,7 +214,7 @@ class Compressor(abc.ABC):
         Args:
             named_parameters: usually ``model.named_parameters()``.
         """
-        self.runtime.bound.update(named_parameters)
+        self.runtime.bound.update(dict(named_parameters))
 
     def stats(self) -> dict[str, Any]:
         """Return what this rank has sent so far.

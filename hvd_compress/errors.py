@@ -23,6 +23,9 @@ from __future__ import annotations
 class HvdCompressError(Exception):
     """Base of all errors of this package."""
 
+    #: TensorFlow's AutoGraph would raise a ``StagingError`` instead; this attribute keeps the class.
+    ag_pass_through = True
+
 
 class ConfigError(HvdCompressError, ValueError):
     """A compressor was built with a setting outside its range."""

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvd_compress.errors import StateError
-from hvd_compress.exchange import Exchange
 from hvd_compress.ops.base import Array
 from hvd_compress.telemetry import Telemetry
 
 FORMAT = "hvd_compress.state"
 VERSION = 1
+# Labels of scopes whose parameters are not all known in the first step.
+_GROWING = ("allreduce", "tape")
 
 
 @dataclass
@@ -37,13 +38,13 @@ class Scope:
     Attributes:
         label: what it is called in a ``state_dict``.
         entries: states by parameter object, held weakly, or by name.
-        exchanges: by process set.
+        exchanges: how they exchange, by process set; the adapter's.
     """
 
     def __init__(self, label: str, owner: Any, entries: MutableMapping[Any, ParameterState]) -> None:
         self.label = label
         self.entries = entries
-        self.exchanges: dict[int, Exchange] = {}
+        self.exchanges: dict[int, Any] = {}
         self.checked_restored = False
         self._owner = weakref.ref(owner) if owner is not None else None
 
@@ -69,7 +70,8 @@ class Runtime:
         self.telemetry = Telemetry()
         self.scopes: list[Scope] = []
         self._opened: dict[int, int] = {}
-        self.bound: dict[str, Any] = {}
+        self.bound: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        self.sent: dict[str, int] = {}
         self.warned: set[str] = set()
         self._restored: dict[str, dict[str, Any]] = {}
 
@@ -125,11 +127,13 @@ class Runtime:
             number += 1
         return f"optimizer{number}"
 
-    def entry(self, scope: Scope, key: Any, name: str) -> ParameterState:
-        """Return a parameter's state, new or as restored."""
+    def entry(
+        self, scope: Scope, key: Any, name: str, make: Callable[[str], ParameterState] = ParameterState
+    ) -> ParameterState:
+        """Return a parameter's state, new (from ``make``) or as restored."""
         state = scope.entries.get(key)
         if state is None:
-            state = scope.entries[key] = ParameterState(name)
+            state = scope.entries[key] = make(name)
             restored = self._restored.pop(f"{scope.label}/{name}", None)
             if restored is not None:
                 state.residual, state.steps, state.restored = restored["residual"], restored["steps"], True
@@ -145,7 +149,7 @@ class Runtime:
             return
         scope.checked_restored = True
         unknown = [key for key in self._restored if key.startswith(f"{scope.label}/")]
-        if unknown and scope.label != "allreduce":
+        if unknown and scope.label not in _GROWING:
             known = sorted(state.name for state in scope.entries.values())
             raise StateError(
                 f"the loaded state has parameters that this optimizer has not: expected some of {known}, got {unknown}"
@@ -191,7 +195,7 @@ class Runtime:
                 for key, value in checked["parameters"].items()
             }
         live = self.states()
-        labels = {key.split("/", 1)[0] for key in live} - {"allreduce"}
+        labels = {key.split("/", 1)[0] for key in live}.difference(_GROWING)
         unknown = [key for key in parameters if key not in live and key.split("/", 1)[0] in labels]
         if unknown:
             raise StateError(f"the state has parameters that this model lacks: expected {sorted(live)}, got {unknown}")
@@ -217,6 +221,7 @@ class Runtime:
     def forget_exchanges(self) -> None:
         """Drop all connections, so that the next step opens new ones; residuals stay."""
         self._opened.clear()
+        self.sent.clear()
         for scope in self.scopes:
             scope.exchanges.clear()
 

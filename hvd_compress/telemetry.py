@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,8 @@ class Telemetry:
     """Counters by parameter, and the bytes of the exchanges themselves."""
 
     parameters: dict[str, Counter] = field(default_factory=dict)
+    #: Steps that something else counts, with the bytes sent and dense of one step.
+    counted: dict[str, tuple[Callable[[], int], int, int]] = field(default_factory=dict)
     exchanges: int = 0
     exchange_bytes: int = 0
     handshake_bytes: int = 0
@@ -48,7 +51,11 @@ class Telemetry:
     def as_dict(self) -> dict[str, Any]:
         """Return everything as plain numbers; see ``Compressor.stats``."""
         total = Counter()
-        for counter in self.parameters.values():
+        counters = dict(self.parameters)
+        for name, (steps, sent, dense) in self.counted.items():
+            done = steps()
+            counters[name] = Counter(done, done * sent, done * dense)
+        for counter in counters.values():
             total.steps = max(total.steps, counter.steps)
             total.bytes_sent += counter.bytes_sent
             total.dense_bytes += counter.dense_bytes
@@ -58,5 +65,5 @@ class Telemetry:
             "exchanges": self.exchanges,
             "exchange_bytes": self.exchange_bytes,
             "handshake_bytes": self.handshake_bytes,
-            "parameters": {name: counter.as_dict() for name, counter in sorted(self.parameters.items())},
+            "parameters": {name: counter.as_dict() for name, counter in sorted(counters.items())},
         }

@@ -16,9 +16,13 @@ from types import FrameType
 from typing import Any
 
 from hvd_compress.errors import UnsupportedError
+from hvd_compress.identity import Serials
 
 _TORCH_OPTIMIZER = "horovod.torch.optimizer"
 _TORCH_OPS = "horovod.torch.mpi_ops"
+_TENSORFLOW = "horovod.tensorflow"
+#: Modules in which ``self`` is the optimizer.
+_KERAS = ("horovod._keras", "hvd_compress.keras.optimizer")
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,117 @@ def _in_closure(top: FrameType, owner: Any) -> bool:
                 return frame.f_code.co_name == "step" and called.get("closure") is not None
         frame = frame.f_back
     return False
+
+
+@dataclass(frozen=True)
+class TensorFlowCall:
+    """One call of ``compress`` by ``horovod.tensorflow``.
+
+    Attributes:
+        owner: the Keras optimizer; None for a tape and for direct calls.
+        variables: those that Horovod reduces gradients for; None for direct calls.
+        gradients: theirs, in the same order; None where a variable has none.
+        positions: of the tensor among the gradients, several if it is passed several times.
+        name: the name of a direct call, None if it has none.
+        op: Horovod's reduction op.
+        process_set: Horovod's process set.
+        grouped: Horovod reduces several tensors in one call.
+    """
+
+    owner: Any
+    variables: list[Any] | None
+    gradients: list[Any] | None
+    positions: tuple[int, ...]
+    name: str | None
+    op: Any
+    process_set: Any
+    grouped: bool
+
+
+def find_tensorflow_call(tensor: Any) -> TensorFlowCall | None:
+    """Return who compresses this TensorFlow tensor, or None if it is not Horovod.
+
+    Raises:
+        UnsupportedError: an entry point that cannot be compressed.
+    """
+    reduce: dict[str, Any] | None = None
+    owner = variables = gradients = position = None
+    for function, module, frame_locals in _tensorflow_frames():
+        if module == _TENSORFLOW and function in ("reducescatter", "grouped_reducescatter"):
+            raise UnsupportedError(f"hvd.{function} cannot be compressed; expected hvd.allreduce or an optimizer")
+        if reduce is None:
+            if module == _TENSORFLOW and function in ("allreduce", "grouped_allreduce"):
+                reduce = frame_locals
+        elif gradients is None and module == _TENSORFLOW:
+            if frame_locals.get("grad") is tensor and isinstance(frame_locals.get("i"), int):
+                position = frame_locals["i"]
+            if function == "allreduce_grads":
+                gradients, variables = frame_locals["grads"], frame_locals["vars"]
+        elif gradients is not None and module in _KERAS and owner is None:
+            owner = _optimizer_in(frame_locals)
+    if reduce is None:
+        return None
+    candidates = reduce.get("tensors") or [tensor] if gradients is None else gradients
+    positions = tuple(i for i, other in enumerate(candidates) if other is tensor)
+    if position in positions:
+        positions = (position,)
+    return TensorFlowCall(
+        owner,
+        None if gradients is None or variables is None else list(variables),
+        None if gradients is None else list(gradients),
+        positions,
+        reduce.get("name"),
+        reduce["op"],
+        reduce["process_set"],
+        "tensors" in reduce,
+    )
+
+
+def tensorflow_salt() -> tuple[Any, ...] | None:
+    """Return something that differs between the users of one compressor, None outside of Horovod.
+
+    Horovod keeps one function for all tapes and optimizers with equal arguments, and
+    TensorFlow one trace of it for all variables of equal shapes, so two models would share
+    residuals.  Both find them by hash, so the hash has to tell who asks.
+
+    Raises:
+        UnsupportedError: a stock Horovod optimizer around a Keras 3 optimizer, which never reduces.
+    """
+    asked = False
+    for function, module, frame_locals in _tensorflow_frames():
+        asked = asked or (module == _TENSORFLOW and function == "_make_allreduce_grads_fn")
+        if not asked or "self" not in frame_locals or module not in (_TENSORFLOW, *_KERAS):
+            continue
+        user = frame_locals["self"]
+        if module == "horovod._keras" and hasattr(user, "_backend_apply_gradients"):
+            raise UnsupportedError(
+                "stock Horovod never reduces the gradients of a Keras 3 optimizer; instead of "
+                "'import horovod.tensorflow.keras as hvd' write 'import hvd_compress.keras as hvd', "
+                "or use Keras 2 (tf_keras with TF_USE_LEGACY_KERAS=1)"
+            )
+        if hasattr(frame_locals.get("tape"), "watched_variables"):
+            return ("tape", *sorted(_SERIALS.of(v) for v in frame_locals["tape"].watched_variables()))
+        return ("optimizer", _SERIALS.of(user))
+    return ("function",) if asked else None
+
+
+_SERIALS = Serials()
+
+
+def _tensorflow_frames() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield function, module and variables of all Horovod's frames, from the innermost on."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module == _TENSORFLOW or module in _KERAS:
+            # AutoGraph calls its versions tf__name.
+            yield frame.f_code.co_name.removeprefix("tf__"), module, frame.f_locals
+        frame = frame.f_back
+
+
+def _optimizer_in(frame_locals: dict[str, Any]) -> Any:
+    candidate = frame_locals.get("self")
+    return candidate if hasattr(candidate, "apply_gradients") else None
 
 
 def _callers() -> Iterator[FrameType]:

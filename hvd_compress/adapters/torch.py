@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,22 +11,19 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hvd_compress.adapters.callsite import Call, closure_of_step, find_torch_call
+from hvd_compress.adapters.common import checked_spec, count, logger, report_nonfinite, settings_of, warn_unnamed
 from hvd_compress.base import Compressor, Payload, TensorSpec
-from hvd_compress.errors import NonFiniteGradientError, StateError, UnboundTensorError, UnsupportedError
+from hvd_compress.errors import StateError, UnboundTensorError, UnsupportedError
 from hvd_compress.exchange import Exchange, Item
 from hvd_compress.layout import Declaration, describe
-from hvd_compress.ops.base import ACCUMULATOR, ITEMSIZE
 from hvd_compress.ops.torch import TorchOps
 from hvd_compress.policy import Route
 from hvd_compress.state import ParameterState, Scope
 from hvd_compress.transport.base import Transport
 from hvd_compress.transport.choose import open_transport
 from hvd_compress.transport.horovod import HorovodTransport
-from hvd_compress.version import __version__
 
-logger = logging.getLogger("hvd_compress")
 _OPS = TorchOps()
-_MAX_NUMEL = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -78,7 +74,7 @@ def compress(compressor: Compressor, tensor: torch.Tensor) -> tuple[torch.Tensor
     item = _encode(compressor, tensor, spec, _name(call), state)
     exchange.submit(item)
     payload_bytes = sum(section.nbytes for section in item.sections)
-    _count(compressor, scope, item.name, payload_bytes + token.nbytes, spec)
+    count(compressor, scope, item.name, payload_bytes + token.nbytes, spec)
     return token, Queued(exchange, item.name, _slot(call), spec)
 
 
@@ -92,7 +88,7 @@ def decompress(compressor: Compressor, tensor: torch.Tensor, ctx: Dense | Frozen
         ctx.exchange.settle()
         return torch.zeros(ctx.shape, dtype=ctx.dtype, device=ctx.device)
     gathered = ctx.exchange.collect(ctx.name, ctx.slot)
-    total = compressor.combine(gathered.arrays, gathered.ranks, ctx.spec, _OPS)
+    total = compressor.combine(gathered.arrays, ctx.spec, _OPS)
     # The token was 1.0 and has been scaled and reduced as the gradient would have been: it is
     # 1 after Average and the number of ranks after Sum.
     if tensor.device == total.device and tensor.device.type != "cpu":
@@ -115,22 +111,11 @@ def _bound_call(compressor: Compressor, tensor: torch.Tensor) -> Call:
 
 
 def _checked_spec(compressor: Compressor, tensor: torch.Tensor, call: Call) -> TensorSpec:
-    kind = type(compressor).__name__
-    where = f" for {call.name!r}" if call.name else ""
-    hvd = importlib.import_module("horovod.torch")
-    if call.op not in (hvd.Average, hvd.Sum):
-        names = {hvd.Adasum: "Adasum", hvd.Min: "Min", hvd.Max: "Max", hvd.Product: "Product"}
-        raise UnsupportedError(
-            f"{kind} expected op=hvd.Average or op=hvd.Sum{where}, got {names.get(call.op, call.op)}"
-        )
-    dtype = _OPS.dtype(tensor)
-    if dtype not in ACCUMULATOR:
-        raise UnsupportedError(f"{kind} expected a gradient of {', '.join(ACCUMULATOR)}{where}, got {dtype}")
+    kind, where = type(compressor).__name__, f" for {call.name!r}" if call.name else ""
     if tensor.layout is not torch.strided:
         raise UnsupportedError(f"{kind} expected a dense tensor{where}, got {tensor.layout}")
-    if tensor.numel() > _MAX_NUMEL:
-        raise UnsupportedError(f"{kind} expected at most {_MAX_NUMEL} elements{where}, got {tensor.numel()}")
-    spec = TensorSpec(tuple(tensor.shape), dtype)
+    hvd = importlib.import_module("horovod.torch")
+    spec = checked_spec(compressor, hvd, call.op, call.name, tuple(tensor.shape), _OPS.dtype(tensor))
     if (
         call.owner is None
         and tensor.requires_grad
@@ -172,13 +157,13 @@ def _exchange(compressor: Compressor, scope: Scope, call: Call) -> Exchange:
             label = f"hvd_compress.{runtime.next_exchange(number)}"
             return open_transport(compressor.transport, process_set, label)
 
-        settings = {"the version of hvd_compress": __version__, **compressor.settings()}
+        settings = settings_of(compressor)
         exchange = scope.exchanges[number] = Exchange(
             connect,
             _OPS,
             settings,
             runtime.telemetry,
-            lambda bad: _report_nonfinite(compressor, bad),
+            lambda bad: report_nonfinite(compressor, bad),
             watch_dense=compressor.on_nonfinite == "raise" and call.owner is not None,
             declaration=_declare(settings, call) if call.owner is not None else None,
         )
@@ -192,20 +177,6 @@ def _declare(settings: dict[str, Any], call: Call) -> Declaration:
     # Two optimizers may meet their first gradients in another order on each rank, so none can be counted.
     transport = HorovodTransport(call.process_set, f"hvd_compress.declaration.{entries[0][0]}")
     return Declaration(transport.start_allgather_any(describe(settings, entries)))
-
-
-def _report_nonfinite(compressor: Compressor, bad: list[tuple[int, str]]) -> None:
-    where = ", ".join(f"rank {rank} in {name!r}" for rank, name in bad)
-    message = f"NaN or infinity in the gradient of {where}"
-    if compressor.on_nonfinite == "raise":
-        raise NonFiniteGradientError(f"{message}; residuals are as if this step had not been sent")
-    if "nonfinite" not in compressor.runtime.warned:
-        compressor.runtime.warned.add("nonfinite")
-        logger.warning(
-            "%s; it is passed on to all ranks, so that all can skip this step, and residuals stay finite. "
-            "This is said only once.",
-            message,
-        )
 
 
 def _check_step(compressor: Compressor, owner: Any) -> None:
@@ -234,11 +205,6 @@ def _check_step(compressor: Compressor, owner: Any) -> None:
         )
 
 
-def _count(compressor: Compressor, scope: Scope, name: str, sent: int, spec: TensorSpec) -> None:
-    shown = f"{scope.label}/{name}" if scope.label not in ("optimizer0", "allreduce", "bound") else name
-    compressor.runtime.telemetry.count(shown, sent, spec.numel * ITEMSIZE[spec.dtype])
-
-
 def _token(tensor: torch.Tensor, spec: TensorSpec, call: Call) -> torch.Tensor:
     # In a group Horovod wants all tensors on one device, and dense ones may be among them.
     device = tensor.device if call.grouped else torch.device("cpu")
@@ -255,7 +221,7 @@ def _compress_dense(
     # Horovod has no bfloat16, and refuses what is not contiguous (channels_last, transposed).
     sent = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
     sent = sent.contiguous()
-    _count(compressor, scope, name, sent.nbytes, spec)
+    count(compressor, scope, name, sent.nbytes, spec)
     return sent, Dense(tensor.dtype, watched)
 
 
@@ -270,13 +236,7 @@ def _state(compressor: Compressor, call: Call, scope: Scope) -> ParameterState |
         return compressor.runtime.entry(scope, call.parameter, name)
     if call.name is not None:
         return compressor.runtime.entry(scope, name, name)
-    if compressor.feedback is not None and "unnamed" not in compressor.runtime.warned:
-        compressor.runtime.warned.add("unnamed")
-        logger.warning(
-            "hvd.allreduce was called without name=: there is nothing to keep a residual by, "
-            "so what %s drops in such calls is lost",
-            type(compressor).__name__,
-        )
+    warn_unnamed(compressor)
     return None
 
 
@@ -292,7 +252,7 @@ def _encode(
         residual = _fitting(state, tensor, spec)
         x = compressor.feedback.compensate(residual, tensor, _OPS)
         payload = compressor.encode(x, spec, _OPS)
-        compressor.add_(x, payload, spec, _OPS, -1)
+        x = compressor.add_(x, payload, spec, _OPS, -1)
         state.residual = compressor.feedback.keep(residual, x, payload.finite, _OPS)
         give_back = _GiveBack(compressor, state, payload, spec)
     if state is not None:

@@ -65,13 +65,13 @@ class TopK(Compressor):
         # NaN and infinity are the largest magnitudes, so if there are any, one was selected.
         return Payload((indices, values), ops.all_finite(values))
 
-    def combine(self, arrays: Sequence[Array], ranks: int, spec: TensorSpec, ops: Ops) -> Array:
+    def combine(self, arrays: Sequence[Array], spec: TensorSpec, ops: Ops) -> Array:
         """Add up in rank order; positions are distinct within a rank."""
-        indices, values = arrays
-        total = ops.zeros(spec.numel, spec.accumulator, values)
-        for rank in range(ranks):
-            ops.scatter_add_(total, indices[rank], ops.astype(values[rank], spec.accumulator))
-        return total
+
+        def add(total: Array, indices: Array, values: Array) -> Array:
+            return ops.scatter_add_(total, indices, ops.astype(values, spec.accumulator))
+
+        return ops.fold(add, ops.zeros(spec.numel, spec.accumulator, arrays[1]), arrays)
 
     def add_(self, x: Array, payload: Payload, spec: TensorSpec, ops: Ops, sign: int) -> Array:
         """Add the values that receivers decode, at their positions."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,7 +26,8 @@ class Ops(Protocol):
     """What an algorithm may ask of a framework.
 
     Arrays are one-dimensional unless said otherwise, dtypes are names such as
-    ``"float32"``.  No method may wait for the device or copy a whole gradient to the
+    ``"float32"``.  Methods whose names end in ``_`` change their first argument where the
+    framework can; the result is what they return.  No method may wait for the device or copy a whole gradient to the
     host; only :meth:`to_host` does, for the payload.
     """
 
@@ -67,15 +69,18 @@ class Ops(Protocol):
     def top_k(self, x: Array, k: int) -> Array:
         """Return the int32 positions of the ``k`` largest magnitudes, ascending.
 
-        Exact.  Of equal magnitudes the lower position wins.  Infinity counts as larger
-        than every number and NaN as larger still.
+        Exact.  Of equal magnitudes the lower position wins.  NaN and infinity count as
+        larger than every number, in an order among themselves that is left open.
         """
 
     def take(self, x: Array, indices: Array) -> Array:
         """Return ``x[indices]``."""
 
     def scatter_add_(self, x: Array, indices: Array, values: Array) -> Array:
-        """Add ``values`` to ``x`` at ``indices``, which must be distinct; return ``x``."""
+        """Add ``values`` to ``x`` at ``indices``, which must be distinct."""
+
+    def fold(self, function: Callable[..., Array], initial: Array, arrays: Sequence[Array]) -> Array:
+        """Return ``function(...function(initial, *rows[0])..., *rows[-1])`` along the arrays' first axis, in order."""
 
     def to_host(self, arrays: list[Array]) -> list[np.ndarray]:
         """Copy small arrays to the host, all at once; bfloat16 arrives as uint16 bits."""

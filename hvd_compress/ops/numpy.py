@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,14 @@ class NumpyOps:
         with np.errstate(over="ignore", invalid="ignore"):
             x[indices] += values
         return x
+
+    def fold(
+        self, function: Callable[..., np.ndarray], initial: np.ndarray, arrays: Sequence[np.ndarray]
+    ) -> np.ndarray:
+        """Fold over the leading axis."""
+        for row in zip(*arrays, strict=True):
+            initial = function(initial, *row)
+        return initial
 
     def to_host(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
         """Return the arrays; they are on the host already."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -103,6 +104,14 @@ class TorchOps:
     def scatter_add_(self, x: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Add at distinct positions, so that the order of additions cannot matter."""
         return x.index_add_(0, indices, values)
+
+    def fold(
+        self, function: Callable[..., torch.Tensor], initial: torch.Tensor, arrays: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Fold over the leading axis."""
+        for row in zip(*arrays, strict=True):
+            initial = function(initial, *row)
+        return initial
 
     def to_host(self, arrays: list[torch.Tensor]) -> list[np.ndarray]:
         """Copy to the host: for each device one packed transfer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 from typing import Any
@@ -19,15 +20,15 @@ CHOICES = ("auto", "mpi", "horovod")
 _RECORD_BYTES = 512
 
 
-def open_transport(choice: str, process_set: Any, label: str) -> Transport:
+def open_transport(choice: str, process_set: Any, label: str, framework: str = "torch") -> Transport:
     """Open the transport that all ranks of ``process_set`` can use; collective over them.
 
     Raises:
         TransportError: on every rank, if ranks ask for different transports, or if
             ``choice`` is ``"mpi"`` and one rank cannot use it.
     """
-    fallback = HorovodTransport(process_set, label)
-    world_rank, obstacle = (-1, "") if choice == "horovod" else _mpi_rank()
+    fallback = HorovodTransport(process_set, label, framework)
+    world_rank, obstacle = (-1, "") if choice == "horovod" else _mpi_rank(framework)
     record = json.dumps([choice, world_rank, obstacle]).encode().ljust(_RECORD_BYTES)
     records = fallback.allgather(np.frombuffer(record, np.uint8), f"the choice of a transport for {label}")
     ranks = [json.loads(row.tobytes()) for row in records]
@@ -45,12 +46,12 @@ def open_transport(choice: str, process_set: Any, label: str) -> Transport:
             log("%s; exchanging through hvd.allgather instead", message)
             return fallback
     ranks_of_mpi = [world_rank for _, world_rank, _ in ranks]
-    return MPITransport.for_ranks(ranks_of_mpi, _check_horovod)
+    return MPITransport.for_ranks(ranks_of_mpi, functools.partial(_check_horovod, framework))
 
 
-def _mpi_rank() -> tuple[int, str]:
+def _mpi_rank(framework: str) -> tuple[int, str]:
     """Return this process's rank in ``MPI.COMM_WORLD`` and, if MPI is unusable, why."""
-    basics = importlib.import_module("horovod.torch")
+    basics = importlib.import_module(f"horovod.{framework}")
     if not basics.mpi_enabled():
         return -1, "Horovod runs without MPI (horovodrun --gloo, or Horovod built without MPI)"
     try:
@@ -67,8 +68,8 @@ def _mpi_rank() -> tuple[int, str]:
     return mpi.COMM_WORLD.Get_rank(), ""
 
 
-def _check_horovod() -> None:
+def _check_horovod(framework: str) -> None:
     """Raise if Horovod was shut down: a rank that leaves with an error tells Horovod, not MPI."""
-    if not horovod_is_running():
+    if not horovod_is_running(framework):
         internal_error = importlib.import_module("horovod.common.exceptions").HorovodInternalError
         raise internal_error("Horovod has been shut down while ranks were exchanging: another rank has left or failed")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -18,14 +21,14 @@ class HorovodTransport(Transport):
         process_set: Horovod's process set.
         label: the operations' name, the same on all ranks and for no other exchange that
             could be under way at the same time.
+        framework: ``"torch"`` or ``"tensorflow"``, whichever Horovod was initialised for.
     """
 
     name = "horovod"
 
-    def __init__(self, process_set: Any, label: str) -> None:
+    def __init__(self, process_set: Any, label: str, framework: str = "torch") -> None:
         timeout_limit()  # a bad setting is reported before anything is started
-        self._hvd = importlib.import_module("horovod.torch")
-        self._torch = importlib.import_module("torch")
+        self._calls: Any = _TorchCalls() if framework == "torch" else _TensorFlowCalls()
         self._process_set = process_set
         self._label = label
         self.rank = process_set.rank()
@@ -55,12 +58,11 @@ class HorovodTransport(Transport):
 
     def _start(self, data: np.ndarray, name: str) -> Any:
         self._check_length(data.nbytes)
-        tensor = self._torch.from_numpy(np.array(data))
-        return self._hvd.allgather_async(tensor, name=name, process_set=self._process_set)
+        return self._calls.start(data, name, self._process_set)
 
     def _finish(self, handle: Any, what: str) -> np.ndarray:
-        self.wait(lambda: self._hvd.poll(handle), what)
-        gathered: np.ndarray = self._hvd.synchronize(handle).numpy()
+        self.wait(lambda: self._calls.done(handle), what)
+        gathered: np.ndarray = self._calls.result(handle)
         return gathered
 
     def check_alive(self) -> None:
@@ -68,6 +70,66 @@ class HorovodTransport(Transport):
 
     def abort(self, message: str) -> None:
         """Return: an error that ends this process makes Horovod fail on all others."""
+
+
+class _TorchCalls:
+    """The asynchronous calls of ``horovod.torch``."""
+
+    def __init__(self) -> None:
+        self._hvd = importlib.import_module("horovod.torch")
+        self._torch = importlib.import_module("torch")
+
+    def start(self, data: np.ndarray, name: str, process_set: Any) -> Any:
+        tensor = self._torch.from_numpy(np.array(data))
+        return self._hvd.allgather_async(tensor, name=name, process_set=process_set)
+
+    def done(self, handle: Any) -> bool:
+        return bool(self._hvd.poll(handle))
+
+    def result(self, handle: Any) -> np.ndarray:
+        gathered: np.ndarray = self._hvd.synchronize(handle).numpy()
+        return gathered
+
+
+class _TensorFlowCalls:
+    """Eager ``horovod.tensorflow`` calls in threads of their own."""
+
+    def __init__(self) -> None:
+        self._hvd = importlib.import_module("horovod.tensorflow")
+        self._tf = importlib.import_module("tensorflow")
+
+    def start(self, data: np.ndarray, name: str, process_set: Any) -> Future[np.ndarray]:
+        def gather() -> np.ndarray:
+            with self._tf.device("CPU:0"):
+                gathered: np.ndarray = self._hvd.allgather(
+                    self._tf.constant(data), name=name, process_set=process_set
+                ).numpy()
+            return gathered
+
+        return in_fresh_thread(gather)
+
+    def done(self, handle: Future[np.ndarray]) -> bool:
+        return handle.done()
+
+    def result(self, handle: Future[np.ndarray]) -> np.ndarray:
+        return handle.result()
+
+
+def in_fresh_thread(work: Callable[[], Any]) -> Future[Any]:
+    """Start ``work`` in a thread of its own, where TensorFlow is eager whatever is being traced elsewhere.
+
+    The thread is a daemon: one that waits for a rank that is gone must not keep the process from ending.
+    """
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 class PendingAllgather:
@@ -79,7 +141,7 @@ class PendingAllgather:
 
     def ready(self) -> bool:
         """Tell whether :meth:`result` would return at once."""
-        return bool(self._transport._hvd.poll(self._handle))
+        return bool(self._transport._calls.done(self._handle))
 
     def result(self, what: str) -> list[bytes]:
         """Wait for the strings and return them in rank order."""
@@ -92,13 +154,13 @@ class PendingAllgather:
         return strings
 
 
-def horovod_is_running() -> bool:
+def horovod_is_running(framework: str = "torch") -> bool:
     """Tell, without communicating, whether Horovod's background thread still runs.
 
     ``hvd.is_initialized()`` stays true after another rank has left.  What changes is the
     table of process sets: the global one loses its list of ranks.
     """
-    basics = importlib.import_module("horovod.torch.mpi_ops")._basics
+    basics = importlib.import_module(f"horovod.{framework}.mpi_ops")._basics
     if not basics.is_initialized():
         return False
     try:

@@ -70,3 +70,14 @@ def available(launcher: str) -> str:
     if not (BIN / program).exists() and shutil.which(program) is None:
         return f"{program} is not installed; run scripts/setup"
     return ""
+
+
+def run_cases(folder: str, launcher: str, ranks: int, timeout: float = 540.0, **variables: str) -> None:
+    """Run every file of a folder of cases on real ranks, and require that all pass the same tests."""
+    files = sorted(str(path) for path in (HERE / folder).glob("test_*.py"))
+    arguments = ["-m", "pytest", "-x", "--color=no", "-p", "no:cacheprovider", *files]
+    finished = run(launcher, ranks, arguments, timeout, HVD_COMPRESS_RANK_TESTS="1", **variables)
+    assert finished.status == 0, finished.output[-8000:]
+    # Every rank has run, and skipped, the same tests: none is silently left out.
+    endings = [line.split(" in ")[0].split(">:")[-1] for line in finished.output.splitlines() if " passed" in line]
+    assert len(endings) == ranks and len(set(endings)) == 1, endings

@@ -1,9 +1,8 @@
 """Run every file of ``cases`` on real ranks: launchers, rank counts, transports."""
 
 import pytest
-from launch import HERE, available, run
+from launch import available, run_cases
 
-FILES = sorted(path.name for path in (HERE / "cases").glob("test_*.py"))
 #: launcher, ranks, transport (None: what "auto" chooses).
 WAYS = {
     "mpirun-4": ("mpirun", 4, None),
@@ -19,11 +18,4 @@ def test_cases(way):
     launcher, ranks, transport = WAYS[way]
     if available(launcher):
         pytest.skip(available(launcher))
-    files = [str(HERE / "cases" / name) for name in FILES]
-    arguments = ["-m", "pytest", "-x", "--color=no", "-p", "no:cacheprovider", *files]
-    variables = {"HVD_COMPRESS_RANK_TESTS": "1", "HVD_COMPRESS_TEST_TRANSPORT": transport or "auto"}
-    finished = run(launcher, ranks, arguments, timeout=540, **variables)
-    assert finished.status == 0, finished.output[-8000:]
-    # Every rank has run, and skipped, the same tests: none is silently left out.
-    endings = [line.split(" in ")[0].split(">:")[-1] for line in finished.output.splitlines() if " passed" in line]
-    assert len(endings) == ranks and len(set(endings)) == 1, endings
+    run_cases("cases", launcher, ranks, HVD_COMPRESS_TEST_TRANSPORT=transport or "auto")

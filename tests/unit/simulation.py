@@ -99,7 +99,7 @@ class Rank:
         spec = TensorSpec(shape, self.dtype)
         gathered = self.exchange.collect(name)
         assert gathered.ranks == self.spy.size
-        return np.asarray(self.compressor.combine(gathered.arrays, gathered.ranks, spec, self.ops))
+        return np.asarray(self.compressor.combine(gathered.arrays, spec, self.ops))
 
     def step(self, gradients, order=None):
         """Submit in ``order``, collect in the opposite one; return the sums by name."""

@@ -15,7 +15,7 @@ PACKAGE = "hvd_compress"
 
 # From low to high; a module may import its own package and strictly lower levels.
 LEVELS = [
-    {"errors", "version"},
+    {"errors", "version", "identity"},
     {"ops", "wire"},
     {"transport", "feedback", "policy", "telemetry"},
     {"layout"},
@@ -25,13 +25,21 @@ LEVELS = [
     {"compressors"},
     {"adapters", "elastic"},
     {"__init__"},
+    {"keras"},
 ]
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 # The element sizes in ops/base.py are facts that the wire format shares.
 ALLOWED = {("wire", "hvd_compress.ops.base")}
 
 FRAMEWORKS = {"torch", "tensorflow", "keras", "tf_keras", "horovod", "mpi4py", "numba", "jax"}
-MAY_IMPORT_TORCH = {"ops/torch.py", "adapters/torch.py"}
+# What belongs to a framework, by file or folder; it is loaded when that framework's first tensor comes.
+MAY_IMPORT = {
+    "ops/torch.py": {"torch"},
+    "adapters/torch.py": {"torch"},
+    "ops/tensorflow.py": {"tensorflow"},
+    "adapters/tensorflow": {"tensorflow"},
+    "keras": {"tensorflow", "keras", "horovod"},
+}
 # These find Horovod and MPI when they are used, never when they are imported.
 MAY_LOAD_LATE = {"transport", "adapters", "elastic"}
 
@@ -128,8 +136,9 @@ def test_imports_point_down(path):
 @pytest.mark.parametrize("path", FILES, ids=str)
 def test_frameworks_are_imported_only_where_they_are_adapted(path):
     names = {name.split(".")[0] for name in imported(tree_of(path))} & FRAMEWORKS
-    assert names == ({"torch"} if str(path) in MAY_IMPORT_TORCH else set())
-    if part_of_file(path) not in MAY_LOAD_LATE:
+    allowed = [frameworks for place, frameworks in MAY_IMPORT.items() if path.is_relative_to(place)]
+    assert names <= set().union(*allowed)
+    if part_of_file(path) not in MAY_LOAD_LATE and not allowed:
         assert late_loads(tree_of(path)) == set()
 
 

@@ -87,7 +87,7 @@ def whole_step(compressor, gradients):
     for g in gradients:
         item = _encode(compressor, g, spec, "weight", state)
     gathered = [array.unsqueeze(0).expand(RANKS, -1) for array in item.arrays]
-    total = compressor.combine(gathered, RANKS, spec, OPS)
+    total = compressor.combine(gathered, spec, OPS)
     return item, state, OPS.reshape(OPS.astype(OPS.scale_(total, 1 / RANKS), spec.dtype), SHAPE)
 
 

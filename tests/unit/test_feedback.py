@@ -65,7 +65,7 @@ def exchange(ranks, gradients):
     first = ranks[0]
     sent = [rank.encode(g)[0] for rank, g in zip(ranks, gradients, strict=True)]
     gathered = [stack(arrays, first.ops) for arrays in zip(*sent, strict=True)]
-    total = first.compressor.combine(gathered, len(ranks), first.spec, first.ops)
+    total = first.compressor.combine(gathered, first.spec, first.ops)
     return np.asarray(total, np.float64)
 
 

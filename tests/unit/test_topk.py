@@ -126,7 +126,7 @@ def test_add_undoes_subtract_and_combine_adds_up(ops, dtype):
         assert compressor.add_(rest, payload, spec, ops, 1).tolist() == before
     stack = np.stack if ops is NUMPY else torch.stack
     gathered = [stack([p.arrays[i] for p in payloads]) for i in (0, 1)]
-    total = compressor.combine(gathered, len(xs), spec, ops)
+    total = compressor.combine(gathered, spec, ops)
     assert ops.dtype(total) == spec.accumulator
     expected = np.zeros(6, wide)
     for payload in payloads:
@@ -139,7 +139,7 @@ def test_combine_adds_in_rank_order(ops):
     indices, values = np.array([[2]] * 3, np.int32), np.array([[1], [1e8], [-1e8]], np.float32)
     arrays = [indices, values] if ops is NUMPY else [torch.from_numpy(indices), torch.from_numpy(values)]
     # 1 + 1e8 is 1e8 in float32; in any other order the 1 would survive.
-    assert TopK(0.25).combine(arrays, 3, spec_of(4), ops).tolist() == [0, 0, 0, 0]
+    assert TopK(0.25).combine(arrays, spec_of(4), ops).tolist() == [0, 0, 0, 0]
 
 
 # --- Why feedback is the default --------------------------------------------------------
@@ -164,7 +164,7 @@ def descend(ops, feedback, ratio=0.05, n=20, ranks=2, steps=1500):
         gathered = [np.stack(a) for a in zip(*sent, strict=True)]
         if ops is TORCH:
             gathered = [torch.from_numpy(a) for a in gathered]
-        x = x - 0.1 / (1 + step / 100) * np.asarray(compressor.combine(gathered, ranks, spec, ops)) / ranks
+        x = x - 0.1 / (1 + step / 100) * np.asarray(compressor.combine(gathered, spec, ops)) / ranks
     return np.abs(x - target)
 
 

@@ -1,0 +1,128 @@
+"""The message of one tensor."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import zlib
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_compress import wire
+from hvd_compress.adapters.common import report_nonfinite, settings_of, shown_name
+from hvd_compress.adapters.tensorflow.state import VariableState, after
+from hvd_compress.adapters.tensorflow.target import Target, is_elastic
+from hvd_compress.base import Compressor, Payload, TensorSpec
+from hvd_compress.errors import HandshakeError, WireFormatError
+from hvd_compress.layout import Layout
+from hvd_compress.ops.base import ITEMSIZE
+
+
+class Message:
+    """The message of one tensor: written, gathered and read in the graph, by the host.
+
+    Its functions are called by TensorFlow's threads, with NumPy arrays.
+    """
+
+    def __init__(self, compressor: Compressor, target: Target, spec: TensorSpec, state: VariableState | None) -> None:
+        self.spec = spec
+        self._state = state
+        self._compressor = compressor
+        self._channel = target.channel
+        self._name = target.name
+        self._shown = shown_name(target.scope, target.name)
+        self._sections = list(compressor.sections(spec))
+        self._layout = Layout.of(
+            settings_of(compressor), [(target.name, spec.shape, spec.dtype, tuple(self._sections))]
+        )
+        self._length = wire.HEADER_BYTES + self._layout.body_bytes
+        plain = re.sub(r"[^A-Za-z0-9.]", "_", self._shown)
+        # The names of operations allow few characters; what was replaced must not make two names equal.
+        self._operation = f"hvd_compress.{plain}.{zlib.crc32(self._shown.encode()):08x}" if target.named else None
+
+    def pack(self, payload: Payload) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return the message, uint8 of shape ``(1, length)``, and the token.
+
+        The token comes from the host too: a constant would be reduced once, by TensorFlow's
+        optimiser, and equal tokens would be merged into one.
+        """
+        token = tf.float64 if self.spec.dtype == "float64" else tf.float32
+        arrays = [tf.bitcast(x, tf.uint16) if x.dtype == tf.bfloat16 else x for x in payload.arrays]
+        row, one = tf.numpy_function(self._pack, [payload.finite, *arrays], [tf.uint8, token])
+        return tf.ensure_shape(row, [1, self._length]), tf.ensure_shape(one, [1])
+
+    def gather(self, row: tf.Tensor) -> tf.Tensor:
+        """Return all ranks' messages, uint8 of shape ``(ranks, length)``."""
+        channel = self._channel
+        if channel.transport is None:
+            hvd = importlib.import_module("horovod.tensorflow")
+            named = {} if self._operation is None else {"name": self._operation, "ignore_name_scope": True}
+            rows = hvd.allgather(row, process_set=channel.process_set, **named)
+        else:
+            # A resource that all exchanges have in common makes TensorFlow run them one after the other.
+            with after(channel.order.assign_add(1, read_value=False)):
+                rows = tf.numpy_function(self._gather, [row], tf.uint8)
+        return tf.ensure_shape(rows, [None if is_elastic() else channel.process_set.size(), self._length])
+
+    def unpack(self, rows: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Return an array of shape ``(ranks, count)`` a section, and the ranks whose tensor was not finite."""
+        dtypes = [tf.uint16 if s.dtype == "bfloat16" else tf.as_dtype(s.dtype) for s in self._sections]
+        *arrays, bad = tf.numpy_function(self._unpack, [rows], [*dtypes, tf.int32])
+        shaped = []
+        for array, section in zip(arrays, self._sections, strict=True):
+            array.set_shape([rows.shape[0], None])
+            shaped.append(tf.bitcast(array, tf.bfloat16) if section.dtype == "bfloat16" else array)
+        return shaped, tf.ensure_shape(bad, [None])
+
+    def reported(self, arrays: list[tf.Tensor], bad: tf.Tensor) -> list[tf.Tensor]:
+        """Return the arrays, once it has been said which ranks' tensors were not finite."""
+        if self._compressor.on_nonfinite != "raise":
+            return arrays
+        with after(tf.numpy_function(self._report, [bad], tf.bool)):
+            return [tf.identity(array) for array in arrays]
+
+    def _pack(self, finite: np.ndarray, *arrays: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        runtime = self._compressor.runtime
+        step = runtime.sent[self._shown] = runtime.sent.get(self._shown, -1) + 1
+        header = wire.Header(wire.Kind.DATA, self._layout.digest, step, self._layout.body_bytes, -1 if finite else 0)
+        message = wire.encode_message(header, self._sections, arrays, self._length)
+        if self._state is not None:
+            self._state.steps += 1
+        telemetry = runtime.telemetry
+        token = np.ones(1, np.float64 if self.spec.dtype == "float64" else np.float32)
+        sent, dense = self._layout.body_bytes + token.nbytes, self.spec.numel * ITEMSIZE[self.spec.dtype]
+        telemetry.count(self._shown, sent, dense)
+        telemetry.exchanges += 1
+        telemetry.exchange_bytes += self._length
+        telemetry.overhead_bytes += wire.HEADER_BYTES
+        return message[None], token
+
+    def _gather(self, row: np.ndarray) -> np.ndarray:
+        transport: Any = self._channel.transport
+        rows: np.ndarray = transport.allgather(row[0], f"the exchange of {self._name!r}")
+        return rows
+
+    def _unpack(self, rows: np.ndarray) -> tuple[np.ndarray, ...]:
+        headers = [wire.decode_header(row) for row in rows]
+        for rank, header in enumerate(headers):
+            if header.layout != self._layout.digest:
+                raise WireFormatError(
+                    f"expected layout {self._layout.digest.hex()} for {self._name!r}, got {header.layout.hex()} from "
+                    f"rank {rank}"
+                )
+        steps = [header.step for header in headers]
+        # Workers that have joined an elastic job count from 0.
+        if len(set(steps)) > 1 and not is_elastic():
+            raise HandshakeError(f"ranks are at different steps of {self._name!r}: by rank, {steps}")
+        bad = [rank for rank, header in enumerate(headers) if header.first_nonfinite >= 0]
+        if self._compressor.on_nonfinite != "raise":
+            self._report(np.array(bad))
+        native = [x.astype(x.dtype.newbyteorder("="), copy=False) for x in wire.decode_body(rows, self._sections)]
+        return *native, np.array(bad, np.int32)
+
+    def _report(self, bad: np.ndarray) -> np.ndarray:
+        if bad.size:
+            report_nonfinite(self._compressor, [(int(rank), self._name) for rank in bad])
+        return np.array(True)

@@ -1,0 +1,66 @@
+"""TensorFlow on real ranks: the cases of ``tf_cases``, and what goes wrong."""
+
+import re
+
+import pytest
+from launch import HERE, available, run, run_cases
+
+JOB = str(HERE / "jobs" / "tf_misuse.py")
+#: launcher, ranks, transport.
+WAYS = {
+    "mpirun-4": ("mpirun", 4, "auto"),
+    "mpirun-2-mpi4py": ("mpirun", 2, "mpi"),
+    "gloo-2": ("horovodrun --gloo", 2, "auto"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_cases(way):
+    launcher, ranks, transport = WAYS[way]
+    if available(launcher):
+        pytest.skip(available(launcher))
+    run_cases("tf_cases", launcher, ranks, HVD_COMPRESS_TEST_TRANSPORT=transport, TF_USE_LEGACY_KERAS="1")
+
+
+def job(scenario, launcher="mpirun", ranks=2, timeout=100, **variables):
+    if available(launcher):
+        pytest.skip(available(launcher))
+    finished = run(launcher, ranks, [JOB, scenario], timeout, **variables)
+    assert "it hung" not in finished.output, finished.output[-3000:]
+    return finished
+
+
+DISAGREEMENTS = {
+    "ratio": r"rank 1 does not agree with rank 0: TopK.ratio is 0.05 on rank 0 and 0.01 on rank 1",
+    "transport": r"rank 1 does not agree with rank 0: TopK.transport is 'mpi' on rank 0 and 'horovod' on rank 1",
+    "shape": r"rank 1 does not agree with rank 0: the shape of parameter 'v1:0' is \[50, 60\] on rank 0 and "
+    r"\[51, 60\] on rank 1",
+    "number": r"rank 1 does not agree with rank 0: parameter 'v2:0' is absent on rank 0 and present on rank 1",
+}
+
+
+@pytest.mark.parametrize("scenario", DISAGREEMENTS)
+def test_ranks_that_disagree(scenario):
+    finished = job(scenario)
+    assert finished.status != 0
+    assert re.search(f"HandshakeError: {DISAGREEMENTS[scenario]}", finished.output), finished.output[-3000:]
+    assert "has finished" not in finished.output
+
+
+@pytest.mark.parametrize("scenario", ["exits", "join"])
+def test_a_rank_that_leaves_ends_the_job(scenario):
+    finished = job(scenario)
+    assert finished.status != 0, finished.output[-3000:]
+    assert "rank 0 has finished" not in finished.output
+
+
+def test_mpi_demanded_but_missing():
+    finished = job("mpi_without_mpi4py")
+    assert finished.status != 0
+    assert re.search(r"TransportError: transport='mpi' was asked for, but rank 0 cannot exchange through mpi4py",
+                     finished.output), finished.output[-3000:]  # fmt: skip
+
+
+def test_nothing_is_said_when_all_is_well():
+    finished = job("fine")
+    assert finished.status == 0 and "WARNING" not in finished.output.replace("WARNING: All log", ""), finished.output
