@@ -230,7 +230,10 @@ class Compressor(abc.ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's residuals and step counts, for ``torch.save``.
 
-        Every rank has its own.  The residuals are copies.
+        Every rank has its own.  The residuals are copies.  Call it between steps.
+
+        Raises:
+            StateError: gradients are queued that have not been exchanged yet.
         """
         rank, size = world()
         return self.runtime.state_dict(type(self).__name__, rank, size)
@@ -244,7 +247,8 @@ class Compressor(abc.ABC):
                 the residuals over the number of ranks, then stays the same.
 
         Raises:
-            StateError: the state is of another rank, world size, compressor or model.
+            StateError: the state is of another rank, world size, compressor or model, or is no
+                state; nothing is changed then.
         """
         rank, size = world()
         self.runtime.load_state_dict(state, type(self).__name__, rank, size)
@@ -259,6 +263,18 @@ class Compressor(abc.ABC):
         if not (number and math.isfinite(factor) and factor > 0):
             raise ConfigError(f"the factor must be a positive finite number, got {factor!r}")
         self.runtime.rescale(float(factor))
+
+    def undo_step(self) -> None:
+        """Put what the last step has sent back into the residuals, because the step is not applied.
+
+        Call it on every rank after a step was skipped for another reason than NaN or infinity in
+        a compressed gradient (that is noticed): a sum that overflowed, a loss that was rejected.
+        Twice does no harm.
+
+        Raises:
+            UnsupportedError: under TensorFlow.
+        """
+        self.runtime.undo()
 
     def __getstate__(self) -> dict[str, Any]:
         # Pickles and copies carry the settings alone; state is per process: use state_dict().

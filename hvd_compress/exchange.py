@@ -91,6 +91,9 @@ class Exchange:
         self._pending: dict[str, Item] = {}
         self._gathered: dict[str, Gathered] = {}
         self._uncollected: dict[str, Item] = {}
+        self._sent: list[Item] = []
+        # Whether this step has been exchanged; a step ends when the next tensor is queued.
+        self._settled = True
         # On GPUs Horovod's hooks run on one autograd thread for each device.
         self._lock = threading.Lock()
 
@@ -98,6 +101,10 @@ class Exchange:
     def busy(self) -> bool:
         """Whether something of the current step is queued already."""
         return bool(self._pending)
+
+    def begin(self) -> None:
+        """Note that a step is under way, though nothing may be queued in it."""
+        self._settled = False
 
     def has(self, name: str) -> bool:
         """Whether ``name`` is queued already."""
@@ -118,6 +125,7 @@ class Exchange:
         with self._lock:
             abandoned = self._pending.pop(item.name, None)
             self._pending[item.name] = item
+            self._settled = False
         if abandoned is not None:
             # A step that an error ended before it was exchanged: nothing of it may be lost.
             abandoned.give_back()
@@ -139,14 +147,26 @@ class Exchange:
         return self._gathered.pop(name)
 
     def settle(self, slot: str = "") -> None:
-        """Exchange what is queued, if anything; collective over the process set.
+        """Exchange what is queued, if anything; once a step, collective over the process set.
 
         Ranks that exchanged tensors in the last step expect an exchange in this one, even
         if none of them is left.
         """
-        agreed = self._agreed.get(slot)
-        if self._pending or (agreed is not None and agreed.body_bytes and not self._gathered):
+        if not self._settled:
+            self._settled = True
             self._flush(slot)
+
+    def undo(self) -> None:
+        """Put what was sent in the last step back into the residuals; the step is not applied."""
+        sent, self._sent, self._uncollected = self._sent, [], {}
+        for item in sent:
+            item.give_back()
+
+    def abandon(self) -> None:
+        """Forget what is queued and what was sent: the residuals are about to be replaced."""
+        with self._lock:
+            self._pending.clear()
+        self._sent, self._uncollected, self._gathered = [], {}, {}
 
     def _flush(self, slot: str) -> None:
         with self._lock:
@@ -156,7 +176,7 @@ class Exchange:
         for item in self._uncollected.values():
             # Exchanged in a step that was given up before it was applied.
             item.give_back()
-        self._uncollected = {}
+        self._uncollected, self._sent = {}, []
         agreed = self._agreed.get(slot)
         expected = agreed is not None and agreed.body_bytes
         if not (expected or self._watch_dense or any(item.sections for item in items)):
@@ -174,7 +194,8 @@ class Exchange:
                     item.give_back()
             self._on_nonfinite(bad)
         else:
-            self._uncollected = {item.name: item for item in items if item.sections}
+            self._sent = [item for item in items if item.sections]
+            self._uncollected = {item.name: item for item in self._sent}
         self._gathered = gathered
 
     def _exchange(self, items: list[Item], slot: str) -> tuple[dict[str, Gathered], list[bool], list[tuple[int, str]]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import math
 import sys
 import weakref
+import zlib
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,13 +40,13 @@ class Scope:
     Attributes:
         label: what it is called in a ``state_dict``.
         entries: states by parameter object, held weakly, or by name.
-        exchanges: how they exchange, by process set; the adapter's.
+        exchanges: how they exchange, by process set, with ``busy``, ``undo()`` and ``abandon()``.
     """
 
     def __init__(self, label: str, owner: Any, entries: MutableMapping[Any, ParameterState]) -> None:
         self.label = label
         self.entries = entries
-        self.exchanges: dict[int, Any] = {}
+        self.exchanges: dict[str, Any] = {}
         self.checked_restored = False
         self._owner = weakref.ref(owner) if owner is not None else None
 
@@ -69,7 +71,7 @@ class Runtime:
     def __init__(self) -> None:
         self.telemetry = Telemetry()
         self.scopes: list[Scope] = []
-        self._opened: dict[int, int] = {}
+        self._opened: dict[str, int] = {}
         self.bound: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self.sent: dict[str, int] = {}
         self.warned: set[str] = set()
@@ -108,18 +110,20 @@ class Runtime:
         self.scopes.append(scope)
         return scope
 
-    def next_exchange(self, process_set: int) -> str:
-        """Number an exchange that is about to be opened, the same on all members of its process set."""
+    def next_exchange(self, process_set: str) -> str:
+        """Name an exchange that is about to be opened, the same on all members of its process set."""
         number = self._opened[process_set] = self._opened.get(process_set, -1) + 1
         return f"{process_set}.{number}"
 
     def _inherit(self, parameters: list[Any], entries: MutableMapping[Any, ParameterState]) -> str | None:
+        label = None
         for scope in self.scopes:
-            if scope.orphaned and any(parameter in scope.entries for parameter in parameters):
-                for parameter in [p for p in parameters if p in scope.entries]:
-                    entries[parameter] = scope.entries.pop(parameter)
-                return scope.label
-        return None
+            inherited = [p for p in parameters if p in scope.entries] if scope.orphaned else []
+            for parameter in inherited:
+                entries[parameter] = scope.entries.pop(parameter)
+            if inherited and label is None:
+                label = scope.label
+        return label
 
     def _free_label(self) -> str:
         used, number = {scope.label for scope in self.scopes}, 0
@@ -159,10 +163,22 @@ class Runtime:
 
     def states(self) -> dict[str, ParameterState]:
         """Return every parameter's state under its name in a ``state_dict``."""
-        return {f"{s.label}/{state.name}": state for s in self.scopes for state in s.entries.values()}
+        return _states(self.scopes)
+
+    def _exchanges(self) -> list[Any]:
+        return [exchange for scope in self.scopes for exchange in scope.exchanges.values()]
 
     def state_dict(self, compressor: str, rank: int, size: int) -> dict[str, Any]:
-        """Return the state of this rank as plain types and tensors."""
+        """Return the state of this rank as plain types and tensors.
+
+        Raises:
+            StateError: gradients are queued, so that the residuals lack what is about to be sent.
+        """
+        if any(exchange.busy for exchange in self._exchanges()):
+            raise StateError(
+                "expected to be called between steps, got a call while gradients are queued; "
+                "call opt.step() or opt.synchronize() before compression.state_dict()"
+            )
         parameters = {
             key: {"residual": None if s.residual is None else _copy(s.residual), "steps": s.steps}
             for key, s in self.states().items()
@@ -181,6 +197,8 @@ class Runtime:
 
     def load_state_dict(self, state: Any, compressor: str, rank: int, size: int) -> None:
         """Replace the state of this rank; see ``Compressor.load_state_dict``."""
+        gc.collect()  # a model or optimizer that is gone may only seem alive, and must not get what is loaded
+        scopes = [s for s in self.scopes if not s.orphaned]
         if isinstance(state, (list, tuple)):
             parameters = _redistribute([_checked(s, compressor) for s in state], rank, size)
         else:
@@ -194,7 +212,7 @@ class Runtime:
                 key: {**value, "residual": None if value["residual"] is None else _copy(value["residual"])}
                 for key, value in checked["parameters"].items()
             }
-        live = self.states()
+        live = _states(scopes)
         labels = {key.split("/", 1)[0] for key in live}.difference(_GROWING)
         unknown = [key for key in parameters if key not in live and key.split("/", 1)[0] in labels]
         if unknown:
@@ -202,6 +220,9 @@ class Runtime:
         for key, entry in live.items():
             if key in parameters:
                 _check_size(key, entry.residual, parameters[key]["residual"])
+        self.scopes = scopes
+        for exchange in self._exchanges():
+            exchange.abandon()
         for key, entry in live.items():
             loaded = parameters.pop(key, {"residual": None, "steps": 0})
             entry.residual, entry.steps, entry.restored = loaded["residual"], loaded["steps"], True
@@ -218,12 +239,21 @@ class Runtime:
             if restored["residual"] is not None:
                 restored["residual"] = restored["residual"] * factor
 
+    def undo(self) -> None:
+        """Put what the last step has sent back into the residuals."""
+        for exchange in self._exchanges():
+            exchange.undo()
+
     def forget_exchanges(self) -> None:
         """Drop all connections, so that the next step opens new ones; residuals stay."""
         self._opened.clear()
         self.sent.clear()
         for scope in self.scopes:
             scope.exchanges.clear()
+
+
+def _states(scopes: list[Scope]) -> dict[str, ParameterState]:
+    return {f"{scope.label}/{state.name}": state for scope in scopes for state in scope.entries.values()}
 
 
 def _checked(state: Any, compressor: str) -> dict[str, Any]:
@@ -237,7 +267,29 @@ def _checked(state: Any, compressor: str) -> dict[str, Any]:
         raise StateError(f"expected a dict from compression.state_dict(), got one without {missing}")
     if state["compressor"] != compressor:
         raise StateError(f"expected the state of a {compressor}, got that of a {state['compressor']}")
+    for key, entry in state["parameters"].items() if isinstance(state["parameters"], dict) else [("", None)]:
+        _check_entry(key, entry)
     return state
+
+
+def _check_entry(key: Any, entry: Any) -> None:
+    """Raise StateError unless this is what ``state_dict`` writes for a parameter."""
+    if not (isinstance(key, str) and "/" in key and isinstance(entry, dict) and {"residual", "steps"} <= entry.keys()):
+        raise StateError(
+            f"expected {{'optimizer0/name': {{'residual': ..., 'steps': ...}}}}, got {key!r}: {entry!r:.80}"
+        )
+    residual, steps = entry["residual"], entry["steps"]
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
+        raise StateError(f"expected a whole number of steps for {key!r}, got {steps!r}")
+    if residual is None:
+        return
+    dtype = str(getattr(residual, "dtype", "")).removeprefix("torch.")
+    if dtype not in ("float32", "float64") or len(residual.shape) != 1:
+        kind = f"{dtype} of shape {tuple(residual.shape)}" if dtype else type(residual).__name__
+        raise StateError(f"expected a flat float32 or float64 residual for {key!r}, got {kind}")
+    # They would stay for ever.
+    if not bool((abs(residual) < math.inf).all()):
+        raise StateError(f"expected finite residuals, got NaN or infinity in that of {key!r}")
 
 
 def _check_size(key: str, have: Array | None, loaded: Array | None) -> None:
@@ -285,3 +337,11 @@ def world() -> tuple[int, int]:
         if horovod is not None and horovod.is_initialized():
             return horovod.rank(), horovod.size()
     return 0, 1
+
+
+def process_set_key(process_set: Any) -> str:
+    """Return a name that differs between process sets; Horovod uses the number of one that was removed again."""
+    number = process_set.process_set_id
+    if number == 0:
+        return "0"
+    return f"{number}-{zlib.crc32(repr(list(process_set.ranks)).encode()):08x}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +19,7 @@ from hvd_compress.exchange import Exchange, Item
 from hvd_compress.layout import Declaration, describe
 from hvd_compress.ops.torch import TorchOps
 from hvd_compress.policy import Route
-from hvd_compress.state import ParameterState, Scope
+from hvd_compress.state import ParameterState, Scope, process_set_key
 from hvd_compress.transport.base import Transport
 from hvd_compress.transport.choose import open_transport
 from hvd_compress.transport.horovod import HorovodTransport
@@ -70,6 +71,7 @@ def compress(compressor: Compressor, tensor: torch.Tensor) -> tuple[torch.Tensor
     state = _state(compressor, call, scope)
     if call.parameter is not None and not call.parameter.requires_grad:
         # Horovod still submits a zero gradient; sending the residual would move frozen weights.
+        exchange.begin()
         return token, Frozen(exchange, tensor.shape, tensor.dtype, tensor.device)
     item = _encode(compressor, tensor, spec, _name(call), state)
     exchange.submit(item)
@@ -147,18 +149,18 @@ def _scope(compressor: Compressor, call: Call) -> Scope:
 def _exchange(compressor: Compressor, scope: Scope, call: Call) -> Exchange:
     """Return the exchange of this scope over the call's process set; nothing is connected yet."""
     runtime, process_set = compressor.runtime, call.process_set
-    number = process_set.process_set_id
-    exchange = scope.exchanges.get(number)
+    key = process_set_key(process_set)
+    exchange = scope.exchanges.get(key)
     if exchange is None:
 
         def connect() -> Transport:
             runtime.check_all_restored_used(scope)
             # All members of a process set open their exchanges over it in the same order.
-            label = f"hvd_compress.{runtime.next_exchange(number)}"
+            label = f"hvd_compress.{runtime.next_exchange(key)}"
             return open_transport(compressor.transport, process_set, label)
 
         settings = settings_of(compressor)
-        exchange = scope.exchanges[number] = Exchange(
+        exchange = scope.exchanges[key] = Exchange(
             connect,
             _OPS,
             settings,
@@ -235,7 +237,10 @@ def _state(compressor: Compressor, call: Call, scope: Scope) -> ParameterState |
     if call.parameter is not None:
         return compressor.runtime.entry(scope, call.parameter, name)
     if call.name is not None:
-        return compressor.runtime.entry(scope, name, name)
+        # One name may be used over several process sets, and is another tensor in each.
+        members = process_set_key(call.process_set)
+        kept = name if members == "0" else f"{name}@{members}"
+        return compressor.runtime.entry(scope, kept, kept)
     warn_unnamed(compressor)
     return None
 
@@ -254,7 +259,7 @@ def _encode(
         payload = compressor.encode(x, spec, _OPS)
         x = compressor.add_(x, payload, spec, _OPS, -1)
         state.residual = compressor.feedback.keep(residual, x, payload.finite, _OPS)
-        give_back = _GiveBack(compressor, state, payload, spec)
+        give_back = _GiveBack(compressor, weakref.ref(state), payload, spec)
     if state is not None:
         state.steps += 1
     return Item(name, spec.shape, spec.dtype, compressor.sections(spec), payload.arrays, payload.finite, give_back)
@@ -262,7 +267,9 @@ def _encode(
 
 def _fitting(state: ParameterState, tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor | None:
     """Return the residual as the tensor needs it, after a move, a change of dtype or of size."""
-    residual: torch.Tensor | None = state.residual
+    residual: Any = state.residual
+    if residual is not None and not isinstance(residual, torch.Tensor):
+        residual = torch.from_numpy(residual)  # from a checkpoint that TensorFlow has written
     restored, state.restored = state.restored, False
     if residual is None:
         return None
@@ -280,11 +287,21 @@ class _GiveBack:
     """Put back into the residual what was taken out to be sent."""
 
     compressor: Compressor
-    state: ParameterState
+    # Weakly: a model that is gone must not live on in what was sent last.
+    state: weakref.ref[ParameterState]
     payload: Payload
     spec: TensorSpec
 
     def __call__(self) -> None:
         # Where the gradient was not finite, nothing was taken out.
-        if self.state.residual is not None and bool(self.payload.finite):
-            self.compressor.add_(self.state.residual, self.payload, self.spec, _OPS, 1)
+        state = self.state()
+        residual: Any = None if state is None else state.residual
+        if state is None or residual is None or not bool(self.payload.finite):
+            return
+        if _OPS.dtype(residual) == self.spec.accumulator:
+            self.compressor.add_(residual, self.payload, self.spec, _OPS, 1)
+            return
+        # The model was converted meanwhile.
+        exact = _OPS.astype(residual, self.spec.accumulator)
+        restored = self.compressor.add_(exact, self.payload, self.spec, _OPS, 1)
+        state.residual = _OPS.astype(restored, _OPS.dtype(residual))

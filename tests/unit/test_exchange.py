@@ -3,6 +3,7 @@
 Gradients are whole numbers, so that every sum is exact and all comparisons are for equality.
 """
 
+import math
 import random
 
 import numpy as np
@@ -251,3 +252,61 @@ def test_collecting_what_was_never_submitted():
     (error,) = run_ranks(1, work)
     assert isinstance(error, TransportError)
     assert str(error) == "nothing was exchanged for 'fc': decompress was called without compress"
+
+
+@pytest.mark.parametrize("layers", [("conv", "fc"), ()], ids=["some", "all frozen"])
+def test_ranks_may_ask_in_any_order_within_a_step(layers):
+    """Dense and frozen tensors only settle; where they come last, nothing may be exchanged again."""
+
+    def work(transport):
+        rank, calls = Rank(transport, watch_dense=True), []
+        for step in range(4):
+            names = SHAPES if step < 2 else layers
+            for name in names:
+                rank.submit(name, gradients_of(transport.rank, step)[name])
+            rank.exchange.begin()
+            if transport.rank == 0:
+                rank.exchange.settle()
+            for name in names:
+                rank.collect(name, SHAPES[name])
+            rank.exchange.settle()
+            calls.append(rank.spy.calls)
+        return calls
+
+    one, two = run_ranks(2, work)
+    # Step 2 has another layout, which takes a message that says so, a handshake and an exchange.
+    assert one == two == [2, 3, 6, 7]
+
+
+def test_undoing_a_step_restores_what_was_sent():
+    def work(transport):
+        rank = Rank(transport)
+        rank.step(gradients_of(transport.rank, 0))
+        before = rank.residuals()
+        gradients = gradients_of(transport.rank, 1)
+        rank.step(gradients)
+        rank.exchange.undo()
+        rank.exchange.undo()
+        return [
+            np.array_equal(after, before[name] + gradients[name].ravel().astype(np.float32))
+            for name, after in rank.residuals().items()
+        ]
+
+    assert run_ranks(2, work) == [[True] * 3] * 2
+
+
+def test_what_is_queued_is_forgotten_when_residuals_are_replaced():
+    def work(transport):
+        rank = Rank(transport)
+        rank.submit("conv", gradients_of(transport.rank, 0)["conv"])
+        assert rank.exchange.busy
+        rank.exchange.abandon()
+        rank.states["conv"].residual[:] = 7
+        rank.step(gradients_of(transport.rank, 1))
+        return rank.residuals()["conv"]
+
+    residual = run_ranks(1, work)[0]
+    expected = 7 + gradients_of(0, 1)["conv"].ravel()
+    kept = np.argsort(-np.abs(expected), kind="stable")[: math.ceil(0.1 * expected.size)]
+    expected[kept] = 0
+    assert residual.tolist() == expected.tolist()

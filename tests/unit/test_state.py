@@ -258,3 +258,54 @@ def test_a_parameter_that_rank_1_lacks_is_refused():
 def test_a_parameter_that_any_rank_lacks_is_refused_on_every_rank(zero, one, rank, size):
     with pytest.raises(StateError, match="in the states of all ranks"):
         Runtime().load_state_dict(two_states(zero=zero, one=one), "TopK", rank, size)
+
+
+GARBAGE = {
+    "residual a list": {"optimizer0/layer0": {"residual": [1.0] * 6, "steps": 1}},
+    "residual a number": {"optimizer0/layer0": {"residual": 1.0, "steps": 1}},
+    "residual of integers": {"optimizer0/layer0": {"residual": torch.arange(6), "steps": 1}},
+    "residual complex": {"optimizer0/layer0": {"residual": torch.zeros(6, dtype=torch.complex64), "steps": 1}},
+    "residual not flat": {"optimizer0/layer0": {"residual": torch.zeros(2, 3), "steps": 1}},
+    "residual NaN": {"optimizer0/layer0": {"residual": torch.full((6,), float("nan")), "steps": 1}},
+    "residual infinite": {"optimizer0/layer0": {"residual": np.full(6, -np.inf, np.float32), "steps": 1}},
+    "no residual": {"optimizer0/layer0": {"steps": 1}},
+    "no steps": {"optimizer0/layer0": {"residual": None}},
+    "steps a word": {"optimizer0/layer0": {"residual": None, "steps": "1"}},
+    "steps negative": {"optimizer0/layer0": {"residual": None, "steps": -1}},
+    "entry None": {"optimizer0/layer0": None},
+    "no label": {"layer0": {"residual": None, "steps": 1}},
+    "key a number": {3: {"residual": None, "steps": 1}},
+    "no dict": [1, 2],
+}
+
+
+@pytest.mark.parametrize("fresh", [True, False], ids=["before the first step", "while training"])
+@pytest.mark.parametrize("what", GARBAGE)
+def test_garbage_is_refused_and_changes_nothing(what, fresh):
+    alive, state = trained(six(1))
+    runtime = Runtime() if fresh else alive[2]
+    before = listed(runtime.state_dict("TopK", 0, 1))
+    with pytest.raises(StateError, match="expected "):
+        runtime.load_state_dict({**state, "parameters": GARBAGE[what]}, "TopK", 0, 1)
+    assert listed(runtime.state_dict("TopK", 0, 1)) == before
+
+
+def test_what_is_loaded_does_not_go_to_a_model_that_is_gone():
+    (owner, params, runtime), state = trained(six(1))
+    owner.itself = owner  # only the garbage collector can free it
+    del owner
+    runtime.load_state_dict(state, "TopK", 0, 1)
+    new = Owner()
+    scope = runtime.scope(new, None, params, WeakIdKeyDictionary)
+    entry = runtime.entry(scope, params[0], "layer0")
+    assert entry.restored and torch.equal(entry.residual, six(1)[0])
+
+
+def test_a_state_is_not_saved_while_gradients_are_queued():
+    class Busy:
+        busy = True
+
+    (_, _, runtime), _ = trained(six(1))
+    runtime.scopes[0].exchanges["0"] = Busy()
+    with pytest.raises(StateError, match=r"between steps.*opt\.synchronize\(\)"):
+        runtime.state_dict("TopK", 0, 1)

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hvd_compress import ConfigError, TensorSpec, TopK
 from hvd_compress.adapters.torch import _encode
-from hvd_compress.state import Runtime
+from hvd_compress.state import Runtime, process_set_key
 
 
 class Owner:
@@ -154,7 +154,27 @@ def test_a_bound_scope_belongs_to_no_optimizer():
 
 def test_exchanges_are_numbered_by_process_set():
     runtime = Runtime()
-    assert [runtime.next_exchange(n) for n in (0, 0, 7, 0, 7)] == ["0.0", "0.1", "7.0", "0.2", "7.1"]
+    assert [runtime.next_exchange(n) for n in ("0", "0", "7", "0", "7")] == ["0.0", "0.1", "7.0", "0.2", "7.1"]
+
+
+def test_process_sets_of_one_number_are_told_apart():
+    class Set:
+        def __init__(self, number, ranks):
+            self.process_set_id, self.ranks = number, ranks
+
+    keys = [process_set_key(Set(*which)) for which in [(0, [0, 1, 2]), (1, [0, 1]), (1, [1, 2]), (2, [0, 1])]]
+    assert keys[0] == "0" and len(set(keys)) == 4
+    assert process_set_key(Set(0, None)) == "0"
+
+
+def test_an_optimizer_inherits_from_all_that_are_gone():
+    runtime, params = Runtime(), parameters(3)
+    one, two = Owner(params[0]), Owner(*params[1:])
+    step(runtime, one, 1.0)
+    step(runtime, two, 2.0)
+    del one, two
+    scope = scope_of(runtime, Owner(*params))
+    assert [scope.entries[p].residual.tolist() for p in params] == [[1.0] * 6, [2.0] * 6, [2.0] * 6]
 
 
 def test_forgetting_exchanges_keeps_the_residuals():

@@ -13,10 +13,11 @@ from hvd_compress.adapters.callsite import TensorFlowCall
 from hvd_compress.adapters.common import settings_of
 from hvd_compress.adapters.tensorflow.state import Anchor, VariableState, make_variable
 from hvd_compress.base import Compressor
+from hvd_compress.errors import UnsupportedError
 from hvd_compress.identity import WeakIdDictionary
 from hvd_compress.layout import compare, describe
 from hvd_compress.policy import Route
-from hvd_compress.state import Runtime, Scope
+from hvd_compress.state import Runtime, Scope, process_set_key
 from hvd_compress.transport.base import Transport
 from hvd_compress.transport.choose import open_transport
 from hvd_compress.transport.horovod import HorovodTransport
@@ -46,6 +47,25 @@ class Channel:
     agreed: set[str] = field(default_factory=set)
     turns: dict[tuple[int, ...], int] = field(default_factory=dict)
 
+    @property
+    def busy(self) -> bool:
+        """Nothing is ever queued: the graph exchanges each tensor by itself."""
+        return False
+
+    def abandon(self) -> None:
+        """Nothing to do: nothing is queued."""
+
+    def undo(self) -> None:
+        """Refuse: a graph keeps no record of what it has sent.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "undo_step() expected PyTorch; under TensorFlow skip the step before the gradients are exchanged, "
+            "as hvd_compress.keras does with a LossScaleOptimizer"
+        )
+
 
 @dataclass(frozen=True)
 class Target:
@@ -71,6 +91,9 @@ def find_target(compressor: Compressor, call: TensorFlowCall, tensor: tf.Tensor)
         name = call.name or "(unnamed)"
         if call.grouped:
             name = f"{name}.{_take_turn(channel, call.positions)}"
+        members = process_set_key(call.process_set)
+        if members != "0":
+            name = f"{name}@{members}"  # another tensor in each process set
         if call.name is not None and name not in channel.agreed:
             _agree(compressor, channel, name, [(name, tuple(tensor.shape), tensor.dtype.name, ())])
             channel.agreed.add(name)
@@ -99,10 +122,10 @@ def _take_turn(channel: Channel, positions: tuple[int, ...]) -> int:
 
 
 def _channel(scope: Scope, call: TensorFlowCall) -> Channel:
-    number = call.process_set.process_set_id
-    channel: Channel | None = scope.exchanges.get(number)
+    key = process_set_key(call.process_set)
+    channel: Channel | None = scope.exchanges.get(key)
     if channel is None:
-        channel = scope.exchanges[number] = Channel(call.process_set)
+        channel = scope.exchanges[key] = Channel(call.process_set)
     return channel
 
 
@@ -122,7 +145,7 @@ def _register(compressor: Compressor, scope: Scope, channel: Channel, call: Tens
         channel.names[variable] = _free_name(runtime, scope, channel, variable)
     entries = [(channel.names[v], tuple(v.shape.as_list()), v.dtype.name, ()) for v in new]
     try:
-        _agree(compressor, channel, runtime.next_exchange(channel.process_set.process_set_id), entries)
+        _agree(compressor, channel, runtime.next_exchange(process_set_key(channel.process_set)), entries)
         for variable in new:
             if compressor.policy.route(tuple(variable.shape)) is Route.EXCHANGE:
                 runtime.entry(scope, variable, channel.names[variable], VariableState)
@@ -150,7 +173,7 @@ def _agree(compressor: Compressor, channel: Channel, label: str, entries: list[A
 def _connect(compressor: Compressor, channel: Channel) -> None:
     if compressor.transport != "mpi" or channel.transport is not None:
         return
-    number = compressor.runtime.next_exchange(channel.process_set.process_set_id)
+    number = compressor.runtime.next_exchange(process_set_key(channel.process_set))
     channel.transport = open_transport("mpi", channel.process_set, f"hvd_compress.{number}", "tensorflow")
     channel.order = make_variable(np.zeros((), np.int32), "hvd_compress_order", "CPU:0")
 

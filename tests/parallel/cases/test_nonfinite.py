@@ -125,3 +125,43 @@ def test_grad_scaler_skips_and_recovers(world):
     assert scaler.get_scale() == 512.0
     expected.check(model)
     world.same_everywhere(model.parameters())
+
+
+def test_raise_with_hooks_in_another_order_on_each_rank(world):
+    """Whichever kind of tensor a rank takes last, there is one exchange a step."""
+    model, compression, opt = wrap(world, on_nonfinite="raise")
+    expected = ReferenceSGD(model, world.reference(), 0.1)
+    names = [name for name, _ in model.named_parameters()]
+    for step in range(4):
+        opt.zero_grad()
+        gradients = world.gradients(model, step)
+        for name in names[world.rank % 4 :] + names[: world.rank % 4]:
+            world.backward(model, gradients, [name])
+        opt.step()
+        expected.step(gradients)
+    expected.check(model)
+    assert compression.stats()["exchanges"] == 4
+
+
+def test_a_step_that_is_given_up_can_be_undone(world):
+    """As after a sum that has overflowed, which the ranks' own gradients do not show."""
+    model, compression, opt = wrap(world)
+    reference = world.reference()
+    expected = ReferenceSGD(model, reference, 0.1)
+    for step in range(5):
+        opt.zero_grad()
+        gradients = world.gradients(model, step)
+        world.backward(model, gradients)
+        opt.synchronize()
+        if step == 2:
+            compression.undo_step()
+            for name, parts in gradients.items():
+                for rank, g in enumerate(parts):
+                    if g.ndim > 1:
+                        reference.residuals[name, rank] = reference.residuals[name, rank] + g.reshape(-1)
+            continue
+        with opt.skip_synchronize():
+            opt.step()
+        expected.step(gradients)
+    expected.check(model)
+    world.same_everywhere(model.parameters())
