@@ -13,6 +13,7 @@ here once.  What a compressor remembers between steps is kept by parameter in it
 from __future__ import annotations
 
 import abc
+import difflib
 import enum
 import importlib
 import math
@@ -102,6 +103,19 @@ class Compressor(abc.ABC):
 
     collective = Collective.ALLGATHER
 
+    def __new__(cls, *args: Any, **settings: Any) -> Any:
+        """Refuse settings that the compressor has not.
+
+        Raises:
+            ConfigError: naming the settings that there are.
+        """
+        names = [f.name for f in fields(cls)]
+        for unknown in [name for name in settings if name not in names]:
+            near = difflib.get_close_matches(unknown, names, 1, 0.4)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"{cls.__name__} expected settings among {', '.join(names)}, got {unknown!r}{hint}")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         self._require(
             self.feedback is None or isinstance(self.feedback, ErrorFeedback), "feedback", "ErrorFeedback() or None"
@@ -148,7 +162,7 @@ class Compressor(abc.ABC):
 
     # --- Horovod's interface --------------------------------------------------------
 
-    def compress(self, tensor: Any) -> tuple[Any, Any]:
+    def compress(self, tensor: Any = None) -> tuple[Any, Any]:
         """Queue a gradient for the exchange; return what Horovod is to allreduce, and a context.
 
         Called by Horovod.  For a compressed tensor Horovod gets a *token*: one element, 1.0,
@@ -158,6 +172,9 @@ class Compressor(abc.ABC):
             UnsupportedError: integer tensors, or ops other than Average and Sum.
             UnboundTensorError: called from elsewhere for a tensor that is not bound.
         """
+        if not isinstance(self, Compressor):
+            # Called on the class, which then takes the tensor for self.
+            raise ConfigError("expected an instance, as in compression=TopK(0.01), got the class itself")
         return self._adapter(tensor).compress(self, tensor)  # type: ignore[no-any-return]
 
     def decompress(self, tensor: Any, ctx: Any) -> Any:

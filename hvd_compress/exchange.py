@@ -102,6 +102,11 @@ class Exchange:
         """Whether something of the current step is queued already."""
         return bool(self._pending)
 
+    @property
+    def settled(self) -> bool:
+        """Whether this step has been exchanged."""
+        return self._settled
+
     def begin(self) -> None:
         """Note that a step is under way, though nothing may be queued in it."""
         self._settled = False

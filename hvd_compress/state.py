@@ -204,9 +204,12 @@ class Runtime:
         else:
             checked = _checked(state, compressor)
             if (checked["rank"], checked["size"]) != (rank, size):
+                remedy = "every rank must load the state that it has saved itself"
+                if checked["size"] != size:
+                    remedy = "to go on with another number of ranks pass the list of all ranks' states"
                 raise StateError(
                     f"expected the state of rank {rank} of {size}, got that of rank {checked['rank']} of "
-                    f"{checked['size']}; to go on with another number of ranks pass the list of all ranks' states"
+                    f"{checked['size']}; {remedy}"
                 )
             parameters = {
                 key: {**value, "residual": None if value["residual"] is None else _copy(value["residual"])}
@@ -304,10 +307,10 @@ def _redistribute(states: list[dict[str, Any]], rank: int, size: int) -> dict[st
     that number; the factor ``size / len(states)`` keeps it.
     """
     old_size = len(states)
-    ranks = sorted(s["rank"] for s in states)
-    sizes = {s["size"] for s in states}
-    if ranks != list(range(old_size)) or sizes != {old_size}:
-        raise StateError(f"expected one state of each of {sorted(sizes)} ranks, got states of ranks {ranks}")
+    have = sorted((s["rank"], s["size"]) for s in states)
+    if not have or have != [(r, old_size) for r in range(old_size)]:
+        shown = ", ".join(f"rank {r} of {n}" for r, n in have) or "none"
+        raise StateError(f"expected the states of all ranks of one run, each once, got {shown}")
     ordered = sorted(states, key=lambda s: int(s["rank"]))
     parameters: dict[str, dict[str, Any]] = {}
     keys = {key: None for old in ordered for key in old["parameters"]}

@@ -80,6 +80,20 @@ def closure_of_step(owner: Any) -> bool:
     return any(_in_closure(top, owner) for top in threads.values())
 
 
+def is_scaled_step() -> bool:
+    """Tell whether this happens inside ``GradScaler.step(opt)``.
+
+    It has then unscaled gradients that were not reduced yet, and that reduced ones, still
+    scaled, are about to replace.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.amp.grad_scaler" and frame.f_code.co_name == "step":
+            return bool(frame.f_locals["self"].is_enabled())
+        frame = frame.f_back
+    return False
+
+
 def _in_closure(top: FrameType, owner: Any) -> bool:
     frame: FrameType | None = top
     while frame is not None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hvd_compress.adapters.callsite import Call, closure_of_step, find_torch_call
+from hvd_compress.adapters.callsite import Call, closure_of_step, find_torch_call, is_scaled_step
 from hvd_compress.adapters.common import checked_spec, count, logger, report_nonfinite, settings_of, warn_unnamed
 from hvd_compress.base import Compressor, Payload, TensorSpec
 from hvd_compress.errors import StateError, UnboundTensorError, UnsupportedError
@@ -89,6 +89,11 @@ def decompress(compressor: Compressor, tensor: torch.Tensor, ctx: Dense | Frozen
     if isinstance(ctx, Frozen):
         ctx.exchange.settle()
         return torch.zeros(ctx.shape, dtype=ctx.dtype, device=ctx.device)
+    if not ctx.exchange.settled and is_scaled_step():
+        raise UnsupportedError(
+            "scaler.step(opt) expected gradients that are reduced already, since it unscales them; call "
+            "opt.synchronize() after backward(), and scaler.step(opt) inside 'with opt.skip_synchronize():'"
+        )
     gathered = ctx.exchange.collect(ctx.name, ctx.slot)
     total = compressor.combine(gathered.arrays, ctx.spec, _OPS)
     # The token was 1.0 and has been scaled and reduced as the gradient would have been: it is

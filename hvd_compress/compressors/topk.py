@@ -6,6 +6,7 @@ A. F. Aji, K. Heafield, "Sparse communication for distributed gradient descent",
 
 from __future__ import annotations
 
+import logging
 import math
 import numbers
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from hvd_compress.base import Compressor, Payload, TensorSpec
 from hvd_compress.feedback import ErrorFeedback
 from hvd_compress.ops.base import Array, Ops
 from hvd_compress.wire import ArraySection, IndexSection, Section
+
+logger = logging.getLogger("hvd_compress")
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +49,8 @@ class TopK(Compressor):
         number = isinstance(self.ratio, numbers.Real) and not isinstance(self.ratio, bool)
         self._require(number and 0 < self.ratio <= 1, "ratio", "a number in (0, 1]")
         super().__post_init__()
+        if isinstance(self.ratio, int):
+            logger.warning("TopK(1) sends every element, and its position with it; for 1 % write TopK(0.01)")
 
     def kept(self, spec: TensorSpec) -> int:
         """Return how many elements of such a tensor are sent."""

@@ -133,6 +133,7 @@ def change(**changes):
     return lambda state: {**state, **changes}
 
 
+ALL_RANKS = "expected the states of all ranks of one run, each once, got "
 REFUSED = {
     "format": (change(format="pickle"), "expected a dict from compression.state_dict(), got pickle"),
     "no format": (lambda s: {"state": s}, "expected a dict from compression.state_dict(), got a dict without 'format'"),
@@ -143,21 +144,24 @@ REFUSED = {
     "rank": (
         change(rank=1),
         "expected the state of rank 0 of 2, got that of rank 1 of 2; "
-        "to go on with another number of ranks pass the list of all ranks' states",
+        "every rank must load the state that it has saved itself",
     ),
     "size": (
         change(size=4),
         "expected the state of rank 0 of 2, got that of rank 0 of 4; "
         "to go on with another number of ranks pass the list of all ranks' states",
     ),
-    "one state twice": (lambda s: [s, s], "expected one state of each of [2] ranks, got states of ranks [0, 0]"),
-    "a missing state": (lambda s: [s], "expected one state of each of [2] ranks, got states of ranks [0]"),
+    "one state twice": (
+        lambda s: [s, s],
+        f"{ALL_RANKS}rank 0 of 2, rank 0 of 2",
+    ),
+    "a missing state": (lambda s: [s], f"{ALL_RANKS}rank 0 of 2"),
     "mixed sizes": (
         lambda s: [s, {**s, "rank": 1, "size": 3}],
-        "expected one state of each of [2, 3] ranks, got states of ranks [0, 1]",
+        f"{ALL_RANKS}rank 0 of 2, rank 1 of 3",
     ),
     "a list of others": (lambda s: [s, {**s, "rank": 1, "version": 9}], "expected state version 1, got 9"),
-    "no states": (lambda s: [], "expected one state of each of [] ranks, got states of ranks []"),
+    "no states": (lambda s: [], f"{ALL_RANKS}none"),
     "another model": (
         lambda s: {**s, "parameters": {"optimizer0/other": s["parameters"]["optimizer0/layer0"]}},
         "the state has parameters that this model lacks: expected ['optimizer0/layer0', 'optimizer0/layer1'], "

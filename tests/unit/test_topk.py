@@ -233,9 +233,26 @@ def test_a_wrong_setting_says_what_was_expected_and_what_came(arguments, message
     assert str(caught.value) == message
 
 
-def test_unknown_positional_and_missing_settings_are_type_errors():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'min_size'"):
-        TopK(0.1, min_size=3)
+def test_an_unknown_setting_is_named_with_those_there_are():
+    message = r"^TopK expected settings among .*min_numel.*, got 'min_nummel'; did you mean min_numel\?$"
+    with pytest.raises(ConfigError, match=message):
+        TopK(0.1, min_nummel=3)
+    with pytest.raises(ConfigError, match=r"got 'xyzzy'$"):
+        TopK(0.1, xyzzy=3)
+
+
+def test_the_class_in_place_of_an_instance():
+    with pytest.raises(ConfigError, match=r"expected an instance, as in compression=TopK\(0.01\), got the class"):
+        TopK.compress(torch.ones(3))
+
+
+@pytest.mark.parametrize(("ratio", "said"), [(1, True), (1.0, False), (0.01, False)])
+def test_one_as_if_it_were_one_percent(ratio, said, caplog):
+    TopK(ratio)
+    assert ("for 1 % write TopK(0.01)" in caplog.text) == said
+
+
+def test_positional_and_missing_settings_are_type_errors():
     with pytest.raises(TypeError, match="positional"):
         TopK(0.1, None)
     with pytest.raises(TypeError, match="ratio"):

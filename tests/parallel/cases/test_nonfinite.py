@@ -6,7 +6,7 @@ import pytest
 import torch
 from reference import ReferenceSGD
 
-from hvd_compress import NonFiniteGradientError
+from hvd_compress import NonFiniteGradientError, UnsupportedError
 
 
 def wrap(world, **settings):
@@ -165,3 +165,25 @@ def test_a_step_that_is_given_up_can_be_undone(world):
         expected.step(gradients)
     expected.check(model)
     world.same_everywhere(model.parameters())
+
+
+def test_a_grad_scaler_without_synchronize_is_refused(world):
+    """It would unscale gradients that are then replaced by reduced ones that are still scaled."""
+    model, _, opt = wrap(world)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    loss = sum((p * (world.rank + 1)).sum() for p in model.parameters())
+    scaler.scale(loss).backward()
+    with pytest.raises(UnsupportedError, match=r"call opt\.synchronize\(\) after backward\(\)"):
+        scaler.step(opt)
+
+
+def test_a_grad_scaler_that_is_off_changes_nothing(world):
+    model, _, opt = wrap(world)
+    expected = ReferenceSGD(model, world.reference(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    for step in range(2):
+        opt.zero_grad()
+        world.backward(model, world.gradients(model, step))
+        scaler.step(opt)
+        expected.step(world.gradients(model, step))
+    expected.check(model)
