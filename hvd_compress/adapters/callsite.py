@@ -22,7 +22,7 @@ _TORCH_OPTIMIZER = "horovod.torch.optimizer"
 _TORCH_OPS = "horovod.torch.mpi_ops"
 _TENSORFLOW = "horovod.tensorflow"
 #: Modules in which ``self`` is the optimizer.
-_KERAS = ("horovod._keras", "hvd_compress.keras.optimizer")
+_KERAS = ("horovod._keras", "hvd_compress.keras.wrapping")
 
 
 @dataclass(frozen=True)

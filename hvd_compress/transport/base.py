@@ -62,21 +62,11 @@ class Transport(abc.ABC):
                 self.check_alive()
                 check_at += 1.0
             if limit is not None and waited > limit:
-                who = f"rank {self.rank} of {self.size}"
-                message = f"{who} gave up on {what} after {waited:.0f} s (HVD_COMPRESS_TIMEOUT)"
-                logger.error("%s; %s", message, _CAUSES)
+                message = gives_up(self.rank, self.size, what, waited)
                 self.abort(message)
-                raise ExchangeTimeoutError(f"{message}; {_CAUSES}")
+                raise ExchangeTimeoutError(message)
             if waited > warn_at:
-                logger.warning(
-                    "rank %d of %d has waited %.0f s for the other ranks in %s; %s. "
-                    "Set HVD_COMPRESS_TIMEOUT to a number of seconds to end the job instead.",
-                    self.rank,
-                    self.size,
-                    waited,
-                    what,
-                    _CAUSES,
-                )
+                still_waits(self.rank, self.size, what, waited)
                 warn_at += WARN_AFTER_S
 
     def _check_length(self, nbytes: int) -> None:
@@ -90,6 +80,26 @@ _CAUSES = (
     "usual causes: a rank stopped, raised an error or called hvd.join(), ranks take different numbers of steps, "
     "or they run different code"
 )
+
+
+def still_waits(rank: int, size: int, what: str, waited: float) -> None:
+    """Log that a rank has waited for some seconds."""
+    logger.warning(
+        "rank %d of %d has waited %.0f s for the other ranks in %s; %s. "
+        "Set HVD_COMPRESS_TIMEOUT to a number of seconds to end the job instead.",
+        rank,
+        size,
+        waited,
+        what,
+        _CAUSES,
+    )
+
+
+def gives_up(rank: int, size: int, what: str, waited: float) -> str:
+    """Log, and return, that a rank waits no longer."""
+    message = f"rank {rank} of {size} gave up on {what} after {waited:.0f} s (HVD_COMPRESS_TIMEOUT); {_CAUSES}"
+    logger.error("%s", message)
+    return message
 
 
 def timeout_limit() -> float | None:

@@ -6,7 +6,6 @@ from launch import available, run_cases
 #: launcher, ranks, transport (None: what "auto" chooses).
 WAYS = {
     "mpirun-4": ("mpirun", 4, None),
-    "mpirun-2": ("mpirun", 2, None),
     "horovodrun-2": ("horovodrun", 2, None),
     "gloo-2": ("horovodrun --gloo", 2, None),
     "mpirun-3-hvd-allgather": ("mpirun", 3, "horovod"),

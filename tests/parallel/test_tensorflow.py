@@ -47,11 +47,20 @@ def test_ranks_that_disagree(scenario):
     assert "has finished" not in finished.output
 
 
-@pytest.mark.parametrize("scenario", ["exits", "join"])
-def test_a_rank_that_leaves_ends_the_job(scenario):
-    finished = job(scenario)
+def test_a_rank_that_leaves_ends_the_job():
+    finished = job("exits")
     assert finished.status != 0, finished.output[-3000:]
     assert "rank 0 has finished" not in finished.output
+
+
+def test_waiting_is_reported_and_can_be_ended():
+    """After ``hvd.join`` Horovod itself waits for ever, inside the graph."""
+    finished = job("join", HVD_COMPRESS_TIMEOUT="5")
+    assert finished.status != 0
+    assert "rank 0 has finished" not in finished.output
+    waits = r"WARNING rank 0 of 2 has waited \d+ s for the other ranks in the exchange of 'v\d:0'; usual causes: .*join"
+    assert re.search(waits, finished.output), finished.output[-3000:]
+    assert re.search(r"rank 0 of 2 gave up on the exchange of 'v\d:0' after \d+ s", finished.output)
 
 
 def test_mpi_demanded_but_missing():

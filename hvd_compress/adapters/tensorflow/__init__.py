@@ -56,6 +56,9 @@ def compress(compressor: Compressor, tensor: tf.Tensor) -> tuple[tf.Tensor, Any]
             f"{type(compressor).__name__}.compress() was called by other code than Horovod's; expected a call through "
             "hvd.DistributedGradientTape, hvd.DistributedOptimizer or hvd.allreduce(t, name=..., compression=...)"
         )
+    if not call.process_set.included():
+        # Horovod traces a branch for this rank, too, and never runs it.
+        return tensor, Dense(tensor.dtype, "")
     target, tensor = find_target(compressor, call, tensor)
     hvd = importlib.import_module("horovod.tensorflow")
     shape = _OPS.shape(tensor) if tensor.shape.is_fully_defined() else None

@@ -14,10 +14,13 @@ from hvd_compress import wire
 from hvd_compress.adapters.common import report_nonfinite, settings_of, shown_name
 from hvd_compress.adapters.tensorflow.state import VariableState, after
 from hvd_compress.adapters.tensorflow.target import Target, is_elastic
+from hvd_compress.adapters.tensorflow.watch import Watch
 from hvd_compress.base import Compressor, Payload, TensorSpec
 from hvd_compress.errors import HandshakeError, WireFormatError
 from hvd_compress.layout import Layout
 from hvd_compress.ops.base import ITEMSIZE
+
+_WATCH = Watch()
 
 
 class Message:
@@ -90,6 +93,7 @@ class Message:
         message = wire.encode_message(header, self._sections, arrays, self._length)
         if self._state is not None:
             self._state.steps += 1
+        _WATCH.begin(self._shown, self._channel.process_set)
         telemetry = runtime.telemetry
         token = np.ones(1, np.float64 if self.spec.dtype == "float64" else np.float32)
         sent, dense = self._layout.body_bytes + token.nbytes, self.spec.numel * ITEMSIZE[self.spec.dtype]
@@ -105,6 +109,7 @@ class Message:
         return rows
 
     def _unpack(self, rows: np.ndarray) -> tuple[np.ndarray, ...]:
+        _WATCH.end(self._shown)
         headers = [wire.decode_header(row) for row in rows]
         for rank, header in enumerate(headers):
             if header.layout != self._layout.digest:

@@ -64,6 +64,22 @@ def test_process_sets(world):
             hvd.remove_process_set(one)
 
 
+def test_a_rank_outside_of_the_process_set(world):
+    if world.size < 3:
+        pytest.skip("needs 3 ranks")
+    some = hvd.add_process_set([0, 1])
+    try:
+        model, compression = Model(SHAPES), world.topk()
+        expected = world.reference(ranks=[0, 1])
+        gradients = world.gradients(0, SHAPES)
+        model.want(gradients, world.rank)
+        got = tf.function(lambda: model.step(compression, process_set=some))()
+        alone = [g[world.rank] for g in gradients]
+        check(got, [expected.reduce(i, g) for i, g in enumerate(gradients)] if world.rank < 2 else alone)
+    finally:
+        hvd.remove_process_set(some)
+
+
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(tf.float64, 1e-12), (tf.float16, 2e-3), (tf.bfloat16, 1e-2)], ids=["f64", "f16", "bf16"]
 )

@@ -1,0 +1,272 @@
+"""How an optimizer of Keras 3 is made to reduce its gradients.
+
+The class of the user's own object is exchanged for a subclass of it, so that everything it
+holds (slots, iterations, a learning-rate schedule) stays, and so does its identity.  The
+subclass reduces gradients where Keras is about to clip them: once for each real update, after
+unscaling and accumulation, before clipping, weight decay and the update itself.
+
+To Keras's serialization the object shows its plain class; a saved model needs no Horovod.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvd_compress.base import Collective, Compressor
+from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.keras.reduction import Reduction, neutral_names, unconverted
+
+_LOSS_SCALING = "keras.src.optimizers.loss_scale_optimizer"
+# What has been put in front of which class.
+_CLASSES: dict[tuple[type, type], type] = {}
+
+
+class Update:
+    """What a distributed optimizer keeps: one plain object, which Keras does not track.
+
+    Attributes:
+        variables: those of the update that is being made.
+        reached: whether the present ``apply`` has come to the reduction.
+        reduced: whether the gradients of the update that is being made have been reduced.
+        used: whether any ``apply`` ever came to the reduction.
+    """
+
+    def __init__(self, reduction: Reduction) -> None:
+        self.reduction = reduction
+        self.variables: Sequence[Any] | None = None
+        self.reached = False
+        self.reduced = False
+        self.used = False
+
+
+class Distributed:
+    """What is put in front of an optimizer's class."""
+
+    _hvd_update: Update
+
+    @unconverted
+    def build(self, variables: Any) -> None:
+        """Build the optimizer, and let a loss scaling around it agree with other ranks."""
+        base: Any = super()
+        _distribute_callers(self)
+        base.build(variables)
+
+    @unconverted
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """Apply gradients, reduced over all ranks.
+
+        Raises:
+            UnsupportedError: the gradients would be applied without having been reduced.
+        """
+        base: Any = super()
+        update = self._hvd_update
+        _refuse_float8(self, trainable_variables)
+        _refuse_undistributed_callers(self)
+        due = _is_due(self) and len(grads) > 0
+        update.reached = False
+        base.apply(grads, trainable_variables)
+        if due and not update.reached:
+            raise UnsupportedError(
+                f"{type(self).__name__} applied gradients that were not reduced: expected its apply() to call Keras's "
+                "own, which calls _clip_gradients() before each update; hvd_compress reduces there"
+            )
+
+    @unconverted
+    def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
+        base: Any = super()
+        update = self._hvd_update
+        update.variables, update.reduced = trainable_variables, False
+        try:
+            with neutral_names():
+                base._backend_apply_gradients(grads, trainable_variables)
+        finally:
+            update.variables, update.reduced = None, False
+
+    @unconverted
+    def _clip_gradients(self, grads: Any) -> Any:
+        base: Any = super()
+        update = self._hvd_update
+        if update.variables is None or update.reduced or len(update.variables) != len(grads):
+            raise UnsupportedError(
+                f"{type(self).__name__} expected one call of _clip_gradients() in each update, with one gradient for "
+                "each variable; hvd_compress reduces the gradients there"
+            )
+        reduced = update.reduction(grads, update.variables)
+        update.reached = update.reduced = update.used = True
+        return base._clip_gradients(reduced)
+
+    @unconverted
+    def update_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Update one variable, in the course of ``apply``.
+
+        Raises:
+            UnsupportedError: called otherwise, with a gradient that was not reduced.
+        """
+        if not self._hvd_update.reduced:
+            raise UnsupportedError(
+                f"{type(self).__name__}.update_step() was called with a gradient that was not reduced; expected a call "
+                "of apply() or apply_gradients()"
+            )
+        base: Any = super()
+        return base.update_step(*args, **kwargs)
+
+    def register_local_var(self, var: Any) -> None:
+        """Never reduce the gradient of a variable; divide it by the number of ranks unless told not to.
+
+        Args:
+            var: of Keras or TensorFlow.
+        """
+        self._hvd_update.reduction.register_local_var(var)
+
+
+class DistributedLossScale:
+    """What is put in front of ``LossScaleOptimizer``: all ranks skip the same steps."""
+
+    _hvd_update: Update
+
+    @unconverted
+    def check_finite(self, grads: Any) -> Any:
+        """Return whether the gradients of all ranks are finite."""
+        base: Any = super()
+        return self._hvd_update.reduction.all_ranks(base.check_finite(grads))
+
+    def register_local_var(self, var: Any) -> None:
+        """Never reduce the gradient of a variable; see :meth:`Distributed.register_local_var`."""
+        self._hvd_update.reduction.register_local_var(var)
+
+
+class DistributedMulti:
+    """What is put in front of ``MultiOptimizer``, whose own optimizers do the work."""
+
+    _hvd_update: Update
+
+    @unconverted
+    def build(self, variables: Any) -> None:
+        """Build the optimizer, and reduce in those that a callable has just made, too."""
+        base: Any = super()
+        _distribute_callers(self)
+        base.build(variables)
+        for inner in self.optimizers:  # type: ignore[attr-defined]
+            if not is_distributed(inner):
+                distribute(inner, self._hvd_update.reduction)
+
+    def register_local_var(self, var: Any) -> None:
+        """Never reduce the gradient of a variable; see :meth:`Distributed.register_local_var`."""
+        self._hvd_update.reduction.register_local_var(var)
+
+
+def is_distributed(optimizer: Any) -> bool:
+    """Return whether an optimizer came from ``DistributedOptimizer``, or is inside one that did."""
+    return isinstance(optimizer, (Distributed, DistributedLossScale, DistributedMulti))
+
+
+def distribute(optimizer: Any, reduction: Reduction) -> None:
+    """Exchange the class of an optimizer, and of those inside it."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        if not is_distributed(optimizer.inner_optimizer):
+            distribute(optimizer.inner_optimizer, reduction)
+        front: type = DistributedLossScale
+    elif hasattr(optimizer, "optimizers") and hasattr(optimizer, "_optimizer_map"):
+        for inner in optimizer.optimizers:
+            distribute(inner, reduction)
+        front = DistributedMulti
+    else:
+        _accumulate(optimizer, reduction.settings.accumulate)
+        _warn_of_zeros(optimizer, reduction.settings.compression)
+        front = Distributed
+    # Past Keras's __setattr__, which would track them.
+    object.__setattr__(optimizer, "_hvd_update", Update(reduction))
+    object.__setattr__(optimizer, "__class__", _distributed_class(front, type(optimizer)))
+
+
+def _distributed_class(front: type, plain: type) -> type:
+    """Return a subclass of ``plain`` that shows Keras ``plain`` as its class."""
+    if (front, plain) in _CLASSES:
+        return _CLASSES[front, plain]
+    namespace = {
+        "__module__": plain.__module__,
+        "__qualname__": plain.__qualname__,
+        "__doc__": plain.__doc__,
+        "__class__": property(lambda self: plain),
+    }
+    return _CLASSES.setdefault((front, plain), type(plain.__name__, (front, plain), namespace))
+
+
+def _accumulate(optimizer: Any, passes: int) -> None:
+    """Let Keras accumulate the gradients of so many steps."""
+    if passes in (1, optimizer.gradient_accumulation_steps):
+        return
+    if optimizer.gradient_accumulation_steps:
+        raise ConfigError(
+            f"backward_passes_per_step={passes} does not go with an optimizer that has gradient_accumulation_steps="
+            f"{optimizer.gradient_accumulation_steps}; expected the same number, or one of the two alone"
+        )
+    if optimizer.built:
+        raise ConfigError(
+            f"backward_passes_per_step={passes} expected an optimizer that is not built yet, or has been made with "
+            f"gradient_accumulation_steps={passes}: its variables are saved in the order in which they are made"
+        )
+    optimizer.gradient_accumulation_steps = passes
+
+
+def _warn_of_zeros(optimizer: Any, compression: Any) -> None:
+    sparsifies = isinstance(compression, Compressor) and compression.collective is Collective.ALLGATHER
+    if sparsifies and isinstance(optimizer, keras.optimizers.Adafactor):
+        warnings.warn(
+            "Keras's Adafactor divides by zero where all of a row or column of a gradient is zero, which is likely "
+            f"with {type(compression).__name__}: weights may become NaN; use another optimizer, or no compression",
+            stacklevel=4,
+        )
+
+
+def _is_due(optimizer: Any) -> bool:
+    """Return whether the next ``apply`` makes an update; while tracing the branch that does is always seen."""
+    steps = optimizer.gradient_accumulation_steps
+    if not steps or not tf.executing_eagerly():
+        return True
+    return (int(optimizer._iterations.numpy()) + 1) % int(steps) == 0
+
+
+def _refuse_float8(optimizer: Any, variables: Any) -> None:
+    for variable in variables or optimizer._trainable_variables:
+        if getattr(variable, "overwrite_with_gradient", False):
+            raise UnsupportedError(
+                f"{variable.path} is overwritten by its gradient (float8 training), which would differ between ranks; "
+                "expected a model without float8"
+            )
+
+
+def _loss_scaling_callers(optimizer: Any) -> list[Any]:
+    """Return the ``LossScaleOptimizer`` around an optimizer that is calling it, if it is not distributed.
+
+    Nothing else leads from an optimizer to the one that ``compile()`` puts around it.
+    """
+    found = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _LOSS_SCALING:  # never look into a user's frames
+            caller = frame.f_locals.get("self")
+            if getattr(caller, "inner_optimizer", None) is optimizer and not is_distributed(caller):
+                found.append(caller)
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
+def _distribute_callers(optimizer: Any) -> None:
+    for caller in _loss_scaling_callers(optimizer):
+        if not is_distributed(caller):
+            distribute(caller, optimizer._hvd_update.reduction)
+
+
+def _refuse_undistributed_callers(optimizer: Any) -> None:
+    if _loss_scaling_callers(optimizer):
+        raise UnsupportedError(
+            "a LossScaleOptimizer was built before the optimizer inside it was distributed, so its ranks would skip "
+            "different steps; expected DistributedOptimizer(LossScaleOptimizer(...))"
+        )
