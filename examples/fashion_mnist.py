@@ -1,4 +1,4 @@
-"""What the TensorFlow examples have in common: data, command line and table."""
+"""What the examples have in common: data, and for TensorFlow command line and table."""
 
 from __future__ import annotations
 

@@ -12,12 +12,10 @@ bytes sent.
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import os
 import sys
 import time
-import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,18 +26,14 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 import torch.nn.functional as F
+from fashion_mnist import DATA, DATASETS, find_data, read_idx
 from torch import nn
 from tqdm import tqdm
 
 from hvd_compress import ConfigError, TopK
 
-DATA = Path(os.environ.get("HVD_COMPRESS_DATA") or "~/.cache/hvd_compress/data").expanduser()
-
-# The folders that scripts/get-data makes, the better one first, with a title and a number of epochs.
-DATASETS = {
-    "fashion-mnist": ("Fashion-MNIST", 2),
-    "mnist-5k": ("MNIST digits, NOT Fashion-MNIST", 20),
-}
+# Passes over the training images of the data sets that scripts/get-data makes.
+EPOCHS = {"fashion-mnist": 2, "mnist-5k": 20}
 
 # mpirun gives ranks a terminal without a size, and may put a mark behind the bar: narrow is safe.
 BAR: dict[str, Any] = {
@@ -75,31 +69,12 @@ class CNN(nn.Module):
         return logits
 
 
-def find_data(folder: Path) -> Path:
-    """Return the folder of the best data set that ``scripts/get-data`` has put into ``folder``."""
-    for name in DATASETS:
-        if (folder / name / "train-images-idx3-ubyte.gz").is_file():
-            return folder / name
-    raise SystemExit(f"no training images in {folder}; fetch them with: scripts/get-data {folder}")
-
-
-def read_idx(path: Path) -> torch.Tensor:
-    """Read a gzipped file of MNIST's format: bytes, after a header that gives the shape."""
-    try:
-        content = gzip.decompress(path.read_bytes())
-    except (OSError, EOFError, zlib.error) as error:
-        raise SystemExit(f"cannot read {path} ({error}); mend it with: scripts/get-data {path.parent.parent}") from None
-    header = 4 + 4 * content[3]
-    shape = np.frombuffer(content[4:header], ">i4").tolist()
-    return torch.tensor(np.frombuffer(content[header:], np.uint8)).reshape(shape)
-
-
 def load_data(folder: Path, limit: int | None) -> tuple[Data, Data]:
     """Return training and test images, (n, 1, 28, 28) with mean 0 and variance 1, and their labels."""
-    images = read_idx(folder / "train-images-idx3-ubyte.gz")[:limit, None].float()
-    labels = read_idx(folder / "train-labels-idx1-ubyte.gz")[:limit].long()
-    test_images = read_idx(folder / "t10k-images-idx3-ubyte.gz")[:, None].float()
-    test_labels = read_idx(folder / "t10k-labels-idx1-ubyte.gz").long()
+    images = torch.tensor(read_idx(folder / "train-images-idx3-ubyte.gz"))[:limit, None].float()
+    labels = torch.tensor(read_idx(folder / "train-labels-idx1-ubyte.gz"))[:limit].long()
+    test_images = torch.tensor(read_idx(folder / "t10k-images-idx3-ubyte.gz"))[:, None].float()
+    test_labels = torch.tensor(read_idx(folder / "t10k-labels-idx1-ubyte.gz")).long()
     std, mean = torch.std_mean(images)
     return (images.sub_(mean).div_(std), labels), (test_images.sub_(mean).div_(std), test_labels)
 
@@ -295,8 +270,8 @@ def main() -> None:
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
 
     folder = find_data(args.data)
-    name, epochs = DATASETS[folder.name]
-    args.epochs = args.epochs or epochs
+    name, _ = DATASETS[folder.name]
+    args.epochs = args.epochs or EPOCHS[folder.name]
     data, test_data = load_data(folder, args.limit)
     if len(data[0]) < args.batch_size * hvd.size():
         raise SystemExit(f"{len(data[0])} images are too few for {hvd.size()} ranks with {args.batch_size} a step")

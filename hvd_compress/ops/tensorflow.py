@@ -9,6 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 _ITEMS_WORTH_BLOCKS = 4096
+# What the names of devices contain on which integers are as fast as floats.
+_HOST = "CPU"
 
 
 class TensorFlowOps:
@@ -79,14 +81,14 @@ class TensorFlowOps:
         and the elements of the blocks chosen.  With blocks of ``sqrt(n / k)`` both have
         about ``sqrt(n * k)`` elements.
         """
-        n = int(x.shape[0])
-        # NaN is unordered; here it ties with infinity.
-        magnitude = tf.where(tf.math.is_finite(x), tf.abs(x), tf.constant(np.inf, x.dtype))
-        width = 1 << round(np.log2(max(n / k, 1)) / 2)
+        n, order = int(x.shape[0]), _ordered(x)
+        width = _block_width(n, k)
         if n < _ITEMS_WORTH_BLOCKS or width < 2:
-            return _ascending(tf.cast(tf.math.top_k(magnitude, k, sorted=False).indices, tf.float64))
+            return _ascending(tf.cast(tf.math.top_k(order, k, sorted=False).indices, tf.float64))
         count = -(-n // width)
-        blocks = tf.reshape(tf.pad(magnitude, [[0, count * width - n]]), [count, width])
+        if count * width > n:
+            order = tf.pad(order, [[0, count * width - n]])
+        blocks = tf.reshape(order, [count, width])
         if k < count:
             best = tf.math.top_k(tf.reduce_max(blocks, axis=1), k, sorted=False).indices
             chosen = _ascending(tf.cast(best, tf.float64))
@@ -141,6 +143,22 @@ class TensorFlowOps:
     def copy(self, x: tf.Tensor) -> tf.Tensor:
         """Return ``x``; tensors cannot be changed."""
         return x
+
+
+def _ordered(x: tf.Tensor) -> tf.Tensor:
+    """Return numbers, 0 or more, that are ordered as the magnitudes, with NaN at the top."""
+    if _HOST in x.device:
+        # As integers, which have NaN above infinity.
+        return tf.bitcast(tf.abs(x), tf.int64 if x.dtype == tf.float64 else tf.int32)
+    # On a GPU integers would be compared on the host.  NaN is unordered; here it ties with infinity.
+    return tf.where(tf.math.is_finite(x), tf.abs(x), tf.constant(np.inf, x.dtype))
+
+
+def _block_width(n: int, k: int) -> int:
+    """Return a power of two near ``sqrt(n / k)``, one that divides ``n`` if it is not much smaller."""
+    width: int = 1 << round(float(np.log2(max(n / k, 1))) / 2)
+    dividing = min(width, n & -n)
+    return dividing if 4 * dividing >= width else width
 
 
 def _ascending(positions: tf.Tensor) -> tf.Tensor:

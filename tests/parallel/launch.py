@@ -8,6 +8,8 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
+import pytest
+
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent
 BIN = pathlib.Path(sys.executable).parent
@@ -81,3 +83,12 @@ def run_cases(folder: str, launcher: str, ranks: int, timeout: float = 540.0, **
     # Every rank has run, and skipped, the same tests: none is silently left out.
     endings = [line.split(" in ")[0].split(">:")[-1] for line in finished.output.splitlines() if " passed" in line]
     assert len(endings) == ranks and len(set(endings)) == 1, endings
+
+
+def run_job(script: str, scenario: str, launcher: str = "mpirun", ranks: int = 2, **variables: str) -> Finished:
+    """Run a scenario of a script in ``jobs``, which must end by itself; skip where the launcher is missing."""
+    if available(launcher):
+        pytest.skip(available(launcher))
+    finished = run(launcher, ranks, [str(HERE / "jobs" / script), scenario], 100.0, **variables)
+    assert "it hung" not in finished.output, finished.output[-3000:]
+    return finished

@@ -1,21 +1,13 @@
 """Mistakes and accidents end with a clear message on every rank, and never hang."""
 
+import functools
 import re
 import time
 
 import pytest
-from launch import HERE, available, run
+from launch import run_job
 
-JOB = str(HERE / "jobs" / "misuse.py")
-
-
-def job(scenario, launcher="mpirun", ranks=2, timeout=100, **variables):
-    if available(launcher):
-        pytest.skip(available(launcher))
-    finished = run(launcher, ranks, [JOB, scenario], timeout, **variables)
-    assert "it hung" not in finished.output, finished.output[-3000:]
-    return finished
-
+job = functools.partial(run_job, "misuse.py")
 
 DISAGREEMENTS = {
     "ratio": r"HandshakeError: rank 1 does not agree with rank 0: TopK.ratio is 0.05 on rank 0 and 0.01 on rank 1",

@@ -1,11 +1,12 @@
 """TensorFlow on real ranks: the cases of ``tf_cases``, and what goes wrong."""
 
+import functools
 import re
 
 import pytest
-from launch import HERE, available, run, run_cases
+from launch import available, run_cases, run_job
 
-JOB = str(HERE / "jobs" / "tf_misuse.py")
+job = functools.partial(run_job, "tf_misuse.py")
 #: launcher, ranks, transport.
 WAYS = {
     "mpirun-4": ("mpirun", 4, "auto"),
@@ -20,14 +21,6 @@ def test_cases(way):
     if available(launcher):
         pytest.skip(available(launcher))
     run_cases("tf_cases", launcher, ranks, HVD_COMPRESS_TEST_TRANSPORT=transport, TF_USE_LEGACY_KERAS="1")
-
-
-def job(scenario, launcher="mpirun", ranks=2, timeout=100, **variables):
-    if available(launcher):
-        pytest.skip(available(launcher))
-    finished = run(launcher, ranks, [JOB, scenario], timeout, **variables)
-    assert "it hung" not in finished.output, finished.output[-3000:]
-    return finished
 
 
 DISAGREEMENTS = {

@@ -43,6 +43,18 @@ def test_top_k_is_exact(data, k, dtype, graph):
     np.testing.assert_array_equal(got.numpy(), NUMPY.top_k(x, k))
 
 
+@pytest.mark.parametrize("n", [2**15, 2**15 + 2**5, 2**15 + 2, 2**15 + 1])
+@pytest.mark.parametrize("name", ["nan", "rounded", "constant"])
+def test_top_k_as_on_a_gpu(name, n, monkeypatch):
+    """There without integers; here whatever the blocks' width, which depends on what divides ``n``."""
+    x = np.resize(DATA[name], n).astype("float32")
+    expected = [NUMPY.top_k(x, k) for k in (3, 33, 1000)]
+    for where in ("CPU", "GPU"):
+        monkeypatch.setattr("hvd_compress.ops.tensorflow._HOST", where if where == "CPU" else "nowhere")
+        for k, right in zip((3, 33, 1000), expected, strict=True):
+            np.testing.assert_array_equal(TF.top_k(tf.constant(x), k).numpy(), right)
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_top_k_property(data):
