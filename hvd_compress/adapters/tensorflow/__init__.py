@@ -56,6 +56,7 @@ def compress(compressor: Compressor, tensor: tf.Tensor) -> tuple[tf.Tensor, Any]
             f"{type(compressor).__name__}.compress() was called by other code than Horovod's; expected a call through "
             "hvd.DistributedGradientTape, hvd.DistributedOptimizer or hvd.allreduce(t, name=..., compression=...)"
         )
+    _refuse_xla(compressor)
     if not call.process_set.included():
         # Horovod traces a branch for this rank, too, and never runs it.
         return tensor, Dense(tensor.dtype, "")
@@ -69,7 +70,6 @@ def compress(compressor: Compressor, tensor: tf.Tensor) -> tuple[tf.Tensor, Any]
     spec = checked_spec(compressor, hvd, call.op, target.name, shape, _OPS.dtype(tensor))
     if compressor.policy.route(spec.shape) is Route.DENSE:
         return _compress_dense(compressor, tensor, spec, target)
-    _refuse_xla(compressor)
     device = tensor.device if target.variable is None else target.variable.device
     with tf.device(device):
         payload, state = _encode(compressor, tensor, spec, target)
