@@ -45,10 +45,22 @@ class Update:
         self.used = False
 
 
-class Distributed:
-    """What is put in front of an optimizer's class."""
+class _Front:
+    """What all of them have in common."""
 
     _hvd_update: Update
+
+    def register_local_var(self, var: Any) -> None:
+        """Never reduce the gradient of a variable; divide it by the number of ranks unless told not to.
+
+        Args:
+            var: of Keras or TensorFlow.
+        """
+        self._hvd_update.reduction.register_local_var(var)
+
+
+class Distributed(_Front):
+    """What is put in front of an optimizer's class."""
 
     @unconverted
     def build(self, variables: Any) -> None:
@@ -116,19 +128,9 @@ class Distributed:
         base: Any = super()
         return base.update_step(*args, **kwargs)
 
-    def register_local_var(self, var: Any) -> None:
-        """Never reduce the gradient of a variable; divide it by the number of ranks unless told not to.
 
-        Args:
-            var: of Keras or TensorFlow.
-        """
-        self._hvd_update.reduction.register_local_var(var)
-
-
-class DistributedLossScale:
+class DistributedLossScale(_Front):
     """What is put in front of ``LossScaleOptimizer``: all ranks skip the same steps."""
-
-    _hvd_update: Update
 
     @unconverted
     def check_finite(self, grads: Any) -> Any:
@@ -136,15 +138,9 @@ class DistributedLossScale:
         base: Any = super()
         return self._hvd_update.reduction.all_ranks(base.check_finite(grads))
 
-    def register_local_var(self, var: Any) -> None:
-        """Never reduce the gradient of a variable; see :meth:`Distributed.register_local_var`."""
-        self._hvd_update.reduction.register_local_var(var)
 
-
-class DistributedMulti:
+class DistributedMulti(_Front):
     """What is put in front of ``MultiOptimizer``, whose own optimizers do the work."""
-
-    _hvd_update: Update
 
     @unconverted
     def build(self, variables: Any) -> None:
@@ -156,14 +152,10 @@ class DistributedMulti:
             if not is_distributed(inner):
                 distribute(inner, self._hvd_update.reduction)
 
-    def register_local_var(self, var: Any) -> None:
-        """Never reduce the gradient of a variable; see :meth:`Distributed.register_local_var`."""
-        self._hvd_update.reduction.register_local_var(var)
-
 
 def is_distributed(optimizer: Any) -> bool:
     """Return whether an optimizer came from ``DistributedOptimizer``, or is inside one that did."""
-    return isinstance(optimizer, (Distributed, DistributedLossScale, DistributedMulti))
+    return isinstance(optimizer, _Front)
 
 
 def distribute(optimizer: Any, reduction: Reduction) -> None:
