@@ -185,9 +185,15 @@ class Compressor(abc.ABC):
 
         Raises:
             HandshakeError, WireFormatError, TransportError, NonFiniteGradientError.
+            UnsupportedError: the optimizer is used on after a step that ended with an error.
         """
         if ctx is None:
             return tensor
+        if tensor is None:
+            raise UnsupportedError(
+                f"{type(self).__name__} expected a reduced tensor, got None: an earlier step ended with an error, and "
+                "Horovod has kept what was left of it; build hvd.DistributedOptimizer again"
+            )
         return self._adapter(tensor).decompress(self, tensor, ctx)
 
     # AutoGraph would rewrite them and everything they call; it leaves alone what carries this attribute.

@@ -20,9 +20,13 @@ hvd.init()
 
 @pytest.fixture(autouse=True)
 def nothing_left_over():
-    """Free a test's optimizers: Horovod knows operations by name, and the names recur."""
+    """Free a test's optimizers, and let Horovod finish what a test has left under way.
+
+    Horovod knows operations by name, and the names recur in the next test.
+    """
     yield
     gc.collect()
+    hvd.barrier()
 
 
 @pytest.fixture
