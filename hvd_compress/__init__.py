@@ -10,8 +10,27 @@ Pass a compressor as Horovod's ``compression`` argument::
 Importing this package imports neither a deep learning framework nor MPI.
 """
 
-from hvd_compress.base import Collective, Compressor, Payload, TensorSpec
-from hvd_compress.compressors import TopK
+from hvd_compress.base import Collective, Compressor
+from hvd_compress.compressors import (
+    BF16,
+    DGC,
+    FP16,
+    QSGD,
+    EFSign,
+    Int8,
+    Natural,
+    NoCompression,
+    OneBit,
+    PowerSGD,
+    RandomK,
+    SignSGD,
+    Signum,
+    Switch,
+    TernGrad,
+    TopK,
+    VectorQuantizer,
+    train_codebook,
+)
 from hvd_compress.errors import (
     ConfigError,
     ExchangeTimeoutError,
@@ -24,25 +43,51 @@ from hvd_compress.errors import (
     UnsupportedError,
     WireFormatError,
 )
-from hvd_compress.feedback import ErrorFeedback
+from hvd_compress.feedback import EF21, ErrorFeedback, Feedback, MomentumCorrection
+from hvd_compress.schedule import Steps, warm_up
+from hvd_compress.step import Payload, Slot, Step, TensorSpec
 from hvd_compress.version import __version__
 
 __all__ = [
+    "BF16",
+    "DGC",
+    "EF21",
+    "FP16",
+    "QSGD",
     "Collective",
     "Compressor",
     "ConfigError",
+    "EFSign",
     "ErrorFeedback",
     "ExchangeTimeoutError",
+    "Feedback",
     "HandshakeError",
     "HvdCompressError",
+    "Int8",
+    "MomentumCorrection",
+    "Natural",
+    "NoCompression",
     "NonFiniteGradientError",
+    "OneBit",
     "Payload",
+    "PowerSGD",
+    "RandomK",
+    "SignSGD",
+    "Signum",
+    "Slot",
     "StateError",
+    "Step",
+    "Steps",
+    "Switch",
     "TensorSpec",
+    "TernGrad",
     "TopK",
     "TransportError",
     "UnboundTensorError",
     "UnsupportedError",
+    "VectorQuantizer",
     "WireFormatError",
     "__version__",
+    "train_codebook",
+    "warm_up",
 ]

@@ -1,9 +1,9 @@
 """What a compressor is.
 
-A compressor is an immutable set of hyper-parameters with two methods, :meth:`encode` and
-:meth:`sections`, that say what of a tensor is sent, and two, :meth:`combine` and
-:meth:`subtract`, that say what the receivers make of it.  Everything else, from finding out
-which parameter a gradient belongs to, to the exchange, is done for it.
+A compressor is an immutable set of hyper-parameters with two methods, :meth:`Compressor.encode`,
+which says what of a tensor is sent, and :meth:`Compressor.decode`, which says what the receivers
+make of it.  Everything else, from finding out which parameter a gradient belongs to, to feedback
+and exchange, is done for it.  Other methods may be overridden to do the same in less time.
 
 ``compress`` and ``decompress`` are Horovod's ``Compressor`` interface and are implemented
 here once.  What a compressor remembers between steps is kept by parameter in its
@@ -13,22 +13,27 @@ here once.  What a compressor remembers between steps is kept by parameter in it
 from __future__ import annotations
 
 import abc
+import dataclasses
 import difflib
 import enum
 import importlib
 import math
 import numbers
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import numpy as np
+
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.feedback import ErrorFeedback
-from hvd_compress.ops.base import ACCUMULATOR, Array, Ops
-from hvd_compress.policy import SizePolicy
+from hvd_compress.feedback import Feedback
+from hvd_compress.ops.base import Array, Ops
+from hvd_compress.ops.numpy import NumpyOps
+from hvd_compress.policy import Route, SizePolicy
 from hvd_compress.state import Runtime, world
-from hvd_compress.wire import Section
+from hvd_compress.step import FIRST, Payload, Slot, Step, TensorSpec
+from hvd_compress.wire import ArraySection, Section
 
 # Adapters are found by the framework that a tensor comes from, and loaded only then.
 _ADAPTERS = {"torch": "hvd_compress.adapters.torch", "tensorflow": "hvd_compress.adapters.tensorflow"}
@@ -44,38 +49,6 @@ class Collective(enum.Enum):
     ALLREDUCE = "allreduce"
     #: Every rank needs all of them: the exchange of this package gathers them.
     ALLGATHER = "allgather"
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Shape and dtype (by name) of a gradient."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def accumulator(self) -> str:
-        """The dtype that sums and residuals of such gradients are kept in."""
-        return ACCUMULATOR[self.dtype]
-
-
-@dataclass(frozen=True)
-class Payload:
-    """What is sent for one tensor.
-
-    Attributes:
-        arrays: one for each of the compressor's :meth:`Compressor.sections`; with a leading
-            axis of ranks once gathered.
-        finite: 0-d boolean: the tensor held neither NaN nor infinity.
-    """
-
-    arrays: tuple[Array, ...]
-    finite: Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +68,7 @@ class Compressor(abc.ABC):
         ConfigError: a setting is out of range.
     """
 
-    feedback: ErrorFeedback | None = field(default=None, kw_only=True)
+    feedback: Feedback | None = field(default=None, kw_only=True)
     min_numel: int = field(default=1024, kw_only=True)
     seed: int = field(default=0, kw_only=True)
     transport: str = field(default="auto", kw_only=True)
@@ -118,7 +91,7 @@ class Compressor(abc.ABC):
 
     def __post_init__(self) -> None:
         self._require(
-            self.feedback is None or isinstance(self.feedback, ErrorFeedback), "feedback", "ErrorFeedback() or None"
+            self.feedback is None or isinstance(self.feedback, Feedback), "feedback", "ErrorFeedback() or None"
         )
         for name in ("min_numel", "seed"):
             value = getattr(self, name)
@@ -130,6 +103,15 @@ class Compressor(abc.ABC):
 
     def _start(self) -> None:
         object.__setattr__(self, "_runtime", Runtime())
+        # What follows from the settings; kept here, since a cache elsewhere would keep compressors alive.
+        object.__setattr__(self, "_derived", {})
+
+    def derived(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return what ``make()`` returned the first time for this ``key``."""
+        cache = self._derived  # type: ignore[attr-defined]
+        if key not in cache:
+            cache[key] = make()
+        return cache[key]
 
     def _require(self, valid: bool, setting: str, expected: str) -> None:
         if not valid:
@@ -141,14 +123,30 @@ class Compressor(abc.ABC):
     # --- What an algorithm defines --------------------------------------------------
 
     @abc.abstractmethod
+    def encode(self, x: Array, spec: TensorSpec, ops: Ops, step: Step = FIRST) -> Payload:
+        """Compress the flat accumulator array ``x``, which must not be changed.
+
+        The sizes of what is returned must depend on ``spec`` alone.
+        """
+
+    @abc.abstractmethod
+    def decode(self, arrays: Sequence[Array], spec: TensorSpec, ops: Ops) -> Array:
+        """Return, as a flat accumulator array, what receivers make of one rank's payload.
+
+        Args:
+            arrays: the payload's, followed by what it has in ``common``.
+            spec: of the gradient.
+            ops: the operations of the framework that the arrays belong to.
+        """
+
     def sections(self, spec: TensorSpec) -> Sequence[Section]:
         """Return what a payload consists of; must depend on ``spec`` alone."""
+        return self.derived(spec, lambda: _found_sections(self, spec))  # type: ignore[no-any-return]
 
-    @abc.abstractmethod
-    def encode(self, x: Array, spec: TensorSpec, ops: Ops) -> Payload:
-        """Compress the flat accumulator array ``x``."""
+    def slots(self, spec: TensorSpec) -> Sequence[Slot]:
+        """Return what is remembered of a parameter between steps, besides what feedback remembers."""
+        return ()
 
-    @abc.abstractmethod
     def combine(self, arrays: Sequence[Array], spec: TensorSpec, ops: Ops) -> Array:
         """Return the sum of all ranks' decoded payloads, a new flat accumulator array.
 
@@ -156,9 +154,36 @@ class Compressor(abc.ABC):
         ranks, so that all get the same bits; ``ops.fold`` does it.
         """
 
-    @abc.abstractmethod
+        def add(total: Array, *row: Array) -> Array:
+            return total + self.decode(row, spec, ops)
+
+        return ops.fold(add, ops.zeros(spec.numel, spec.accumulator, arrays[0]), arrays)
+
     def add_(self, x: Array, payload: Payload, spec: TensorSpec, ops: Ops, sign: int) -> Array:
         """Return ``x`` plus (``sign=1``) or minus (``-1``) the decoded payload of this rank; may change ``x``."""
+        decoded = self.decode((*payload.arrays, *payload.common), spec, ops)
+        return x + decoded if sign > 0 else x - decoded
+
+    def clear(self, x: Array, payload: Payload, spec: TensorSpec, ops: Ops) -> Array:
+        """Return ``x`` with zeros where elements were sent; a compressor that sends all returns ``x``."""
+        return x
+
+    def learn(self, reduced: Array, memory: Mapping[str, Array], spec: TensorSpec, ops: Ops) -> dict[str, Array]:
+        """Return the slots that change with what Horovod has reduced (``Collective.ALLREDUCE`` only)."""
+        return {}
+
+    def compresses(self, spec: TensorSpec) -> bool:
+        """Tell whether such a tensor is compressed; otherwise it travels dense."""
+        return self.policy.route(spec.shape) is Route.EXCHANGE
+
+    def stage(self, number: int) -> int:
+        """Return which of :attr:`stages` step ``number`` of a parameter belongs to."""
+        return 0
+
+    @property
+    def stages(self) -> Sequence[Compressor]:
+        """The compressors that this one is made of, one after the other; usually itself alone."""
+        return (self,)
 
     # --- Horovod's interface --------------------------------------------------------
 
@@ -230,6 +255,14 @@ class Compressor(abc.ABC):
     def settings(self) -> dict[str, str]:
         """Return all settings by qualified name, as ranks compare them."""
         return {f"{type(self).__name__}.{f.name}": repr(getattr(self, f.name)) for f in fields(self)}
+
+    def choose(self, name: str | None, spec: TensorSpec) -> Compressor | None:
+        """Return what compresses a parameter; None if it travels dense."""
+        return self if self.compresses(spec) else None
+
+    def at(self, number: int) -> Compressor:
+        """Return what compresses step ``number`` of a parameter."""
+        return self.stages[self.stage(number)]
 
     def bind(self, named_parameters: Iterable[tuple[str, Any]]) -> None:
         """Name the parameters whose gradients are passed to ``compress`` by other code than Horovod's.
@@ -307,3 +340,12 @@ class Compressor(abc.ABC):
         for name, value in state.items():
             object.__setattr__(self, name, value)
         self._start()
+
+
+def _found_sections(compressor: Compressor, spec: TensorSpec) -> Sequence[Section]:
+    """Find out what a payload consists of by encoding zeros."""
+    ops = NumpyOps()
+    zeros = np.zeros(spec.numel, spec.accumulator)
+    memory = {slot.name: np.zeros(slot.count, slot.dtype) for slot in compressor.slots(spec)}
+    payload = compressor.encode(zeros, spec, ops, dataclasses.replace(FIRST, memory=memory))
+    return tuple(ArraySection(ops.dtype(array), array.size) for array in payload.arrays)

@@ -151,6 +151,10 @@ class Exchange:
         self._uncollected.pop(name, None)
         return self._gathered.pop(name)
 
+    def taken(self, name: str) -> None:
+        """Note that what Horovod has reduced of ``name`` is applied, so that it is not given back."""
+        self._uncollected.pop(name, None)
+
     def settle(self, slot: str = "") -> None:
         """Exchange what is queued, if anything; once a step, collective over the process set.
 
@@ -185,6 +189,7 @@ class Exchange:
         agreed = self._agreed.get(slot)
         expected = agreed is not None and agreed.body_bytes
         if not (expected or self._watch_dense or any(item.sections for item in items)):
+            self._sent, self._uncollected = items, {item.name: item for item in items}
             return
         try:
             gathered, finite, bad = self._exchange(items, slot)
@@ -199,8 +204,7 @@ class Exchange:
                     item.give_back()
             self._on_nonfinite(bad)
         else:
-            self._sent = [item for item in items if item.sections]
-            self._uncollected = {item.name: item for item in self._sent}
+            self._sent, self._uncollected = items, {item.name: item for item in items}
         self._gathered = gathered
 
     def _exchange(self, items: list[Item], slot: str) -> tuple[dict[str, Gathered], list[bool], list[tuple[int, str]]]:

@@ -7,8 +7,8 @@ import math
 import sys
 import weakref
 import zlib
-from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from hvd_compress.errors import StateError
@@ -17,21 +17,71 @@ from hvd_compress.telemetry import Telemetry
 
 FORMAT = "hvd_compress.state"
 VERSION = 1
+RESIDUAL = "residual"
 # Labels of scopes whose parameters are not all known in the first step.
 _GROWING = ("allreduce", "tape")
 
 
 @dataclass
 class ParameterState:
-    """One parameter's residual (flat, accumulation dtype; None before the first step).
+    """What is remembered of one parameter.
 
-    ``restored`` says that the residual was loaded and has not been used yet.
+    Attributes:
+        name: the same on all ranks.
+        residual: flat, in the accumulation dtype; None before the first step.
+        steps: how often the parameter was compressed.
+        restored: the state was loaded and has not been used yet.
+        slots: what else is remembered, by name.
+        common: the names of those slots that are the same on all ranks.
     """
 
     name: str
     residual: Array | None = None
     steps: int = 0
     restored: bool = False
+    slots: dict[str, Array] = field(default_factory=dict)
+    common: set[str] = field(default_factory=set)
+
+    def memory(self) -> dict[str, Array]:
+        """Return all that is remembered, by name."""
+        return dict(self.slots) if self.residual is None else {**self.slots, RESIDUAL: self.residual}
+
+    def store(self, new: dict[str, Array]) -> None:
+        """Replace what has changed."""
+        for name, value in new.items():
+            if name == RESIDUAL:
+                self.residual = value
+            else:
+                self.slots[name] = value
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return copies of everything, as a ``state_dict`` holds it."""
+        return _copied({"residual": self.residual, "steps": self.steps, **_slots_dict(self.slots, self.common)})
+
+    def load(self, entry: dict[str, Any]) -> None:
+        """Take over what :meth:`as_dict` returned."""
+        self.residual, self.steps, self.restored = entry["residual"], entry["steps"], True
+        self.slots = {**entry.get("memory", {}), **entry.get("common", {})}
+        self.common = set(entry.get("common", {}))
+
+
+def _slots_dict(slots: dict[str, Array], common: set[str]) -> dict[str, Any]:
+    """Return slots by kind, leaving out what is empty."""
+    kinds = {
+        "memory": {name: x for name, x in slots.items() if name not in common},
+        "common": {name: x for name, x in slots.items() if name in common},
+    }
+    return {kind: arrays for kind, arrays in kinds.items() if arrays}
+
+
+def _copied(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return the entry of a ``state_dict`` with independent arrays."""
+    copied = dict(entry)
+    copied["residual"] = None if entry["residual"] is None else _copy(entry["residual"])
+    for kind in ("memory", "common"):
+        if kind in entry:
+            copied[kind] = {name: _copy(x) for name, x in entry[kind].items()}
+    return copied
 
 
 class Scope:
@@ -140,7 +190,7 @@ class Runtime:
             state = scope.entries[key] = make(name)
             restored = self._restored.pop(f"{scope.label}/{name}", None)
             if restored is not None:
-                state.residual, state.steps, state.restored = restored["residual"], restored["steps"], True
+                state.load(restored)
         return state
 
     def check_all_restored_used(self, scope: Scope) -> None:
@@ -179,13 +229,9 @@ class Runtime:
                 "expected to be called between steps, got a call while gradients are queued; "
                 "call opt.step() or opt.synchronize() before compression.state_dict()"
             )
-        parameters = {
-            key: {"residual": None if s.residual is None else _copy(s.residual), "steps": s.steps}
-            for key, s in self.states().items()
-        }
+        parameters = {key: s.as_dict() for key, s in self.states().items()}
         for key, restored in self._restored.items():
-            residual = restored["residual"]
-            parameters.setdefault(key, {**restored, "residual": None if residual is None else _copy(residual)})
+            parameters.setdefault(key, _copied(restored))
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -211,10 +257,7 @@ class Runtime:
                     f"expected the state of rank {rank} of {size}, got that of rank {checked['rank']} of "
                     f"{checked['size']}; {remedy}"
                 )
-            parameters = {
-                key: {**value, "residual": None if value["residual"] is None else _copy(value["residual"])}
-                for key, value in checked["parameters"].items()
-            }
+            parameters = {key: _copied(value) for key, value in checked["parameters"].items()}
         live = _states(scopes)
         labels = {key.split("/", 1)[0] for key in live}.difference(_GROWING)
         unknown = [key for key in parameters if key not in live and key.split("/", 1)[0] in labels]
@@ -227,17 +270,15 @@ class Runtime:
         for exchange in self._exchanges():
             exchange.abandon()
         for key, entry in live.items():
-            loaded = parameters.pop(key, {"residual": None, "steps": 0})
-            entry.residual, entry.steps, entry.restored = loaded["residual"], loaded["steps"], True
+            entry.load(parameters.pop(key, {"residual": None, "steps": 0}))
         self._restored = parameters
         for scope in self.scopes:
             scope.checked_restored = False
 
     def rescale(self, factor: float) -> None:
-        """Multiply every residual by ``factor``."""
+        """Multiply all that is remembered by ``factor``: it is in units of the gradient, or has no unit."""
         for state in self.states().values():
-            if state.residual is not None:
-                state.residual = state.residual * factor
+            state.store({name: x * factor for name, x in state.memory().items()})
         for restored in self._restored.values():
             if restored["residual"] is not None:
                 restored["residual"] = restored["residual"] * factor
@@ -281,18 +322,26 @@ def _check_entry(key: Any, entry: Any) -> None:
         raise StateError(
             f"expected {{'optimizer0/name': {{'residual': ..., 'steps': ...}}}}, got {key!r}: {entry!r:.80}"
         )
-    residual, steps = entry["residual"], entry["steps"]
+    steps = entry["steps"]
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
         raise StateError(f"expected a whole number of steps for {key!r}, got {steps!r}")
-    if residual is None:
-        return
-    dtype = str(getattr(residual, "dtype", "")).removeprefix("torch.")
-    if dtype not in ("float32", "float64") or len(residual.shape) != 1:
-        kind = f"{dtype} of shape {tuple(residual.shape)}" if dtype else type(residual).__name__
-        raise StateError(f"expected a flat float32 or float64 residual for {key!r}, got {kind}")
+    if entry["residual"] is not None:
+        _check_array(RESIDUAL, key, entry["residual"])
+    for kind in ("memory", "common"):
+        if not isinstance(entry.get(kind, {}), dict):
+            raise StateError(f"expected a dict of arrays as the {kind} of {key!r}, got {type(entry[kind]).__name__}")
+        for name, array in entry.get(kind, {}).items():
+            _check_array(str(name), key, array)
+
+
+def _check_array(name: str, key: str, array: Any) -> None:
+    dtype = str(getattr(array, "dtype", "")).removeprefix("torch.")
+    if dtype not in ("float32", "float64") or len(array.shape) != 1:
+        kind = f"{dtype} of shape {tuple(array.shape)}" if dtype else type(array).__name__
+        raise StateError(f"expected a flat float32 or float64 {name} for {key!r}, got {kind}")
     # They would stay for ever.
-    if not bool((abs(residual) < math.inf).all()):
-        raise StateError(f"expected finite residuals, got NaN or infinity in that of {key!r}")
+    if not bool((abs(array) < math.inf).all()):
+        raise StateError(f"expected finite {name}s, got NaN or infinity in that of {key!r}")
 
 
 def _check_size(key: str, have: Array | None, loaded: Array | None) -> None:
@@ -318,14 +367,25 @@ def _redistribute(states: list[dict[str, Any]], rank: int, size: int) -> dict[st
         for old in ordered:
             if key not in old["parameters"]:
                 raise StateError(f"expected {key!r} in the states of all ranks, but rank {old['rank']} lacks it")
-        total = None
-        for old in ordered[rank::size]:
-            residual = old["parameters"][key]["residual"]
-            if residual is not None:
-                total = _copy(residual) if total is None else total + residual
-        scaled = None if total is None else total * (size / old_size)
-        parameters[key] = {"residual": scaled, "steps": ordered[0]["parameters"][key]["steps"]}
+        entries = [old["parameters"][key] for old in ordered]
+        mine, scale = entries[rank::size], size / old_size
+        merged = {"residual": _merged([e["residual"] for e in mine], scale), "steps": entries[0]["steps"]}
+        if "memory" in entries[0]:
+            names = entries[0]["memory"]
+            memory = {name: _merged([e["memory"][name] for e in mine], scale) for name in names}
+            merged["memory"] = {name: x for name, x in memory.items() if x is not None}
+        if "common" in entries[0]:
+            merged["common"] = entries[0]["common"]
+        parameters[key] = _copied(merged)
     return parameters
+
+
+def _merged(arrays: Sequence[Array | None], scale: float) -> Array | None:
+    total = None
+    for array in arrays:
+        if array is not None:
+            total = array if total is None else total + array
+    return None if total is None else total * scale
 
 
 def _copy(x: Array) -> Array:

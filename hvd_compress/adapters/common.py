@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from hvd_compress.base import Compressor, TensorSpec
+from hvd_compress.base import Compressor
 from hvd_compress.errors import NonFiniteGradientError, UnsupportedError
 from hvd_compress.ops.base import ACCUMULATOR, ITEMSIZE
 from hvd_compress.state import Scope
+from hvd_compress.step import TensorSpec
 from hvd_compress.version import __version__
 
 logger = logging.getLogger("hvd_compress")

@@ -13,13 +13,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hvd_compress.adapters.callsite import Call, closure_of_step, find_torch_call, is_scaled_step
 from hvd_compress.adapters.common import checked_spec, count, logger, report_nonfinite, settings_of, warn_unnamed
-from hvd_compress.base import Compressor, Payload, TensorSpec
+from hvd_compress.base import Collective, Compressor
+from hvd_compress.codec import encode_step, give_back, learn, slots_of
 from hvd_compress.errors import StateError, UnboundTensorError, UnsupportedError
 from hvd_compress.exchange import Exchange, Item
 from hvd_compress.layout import Declaration, describe
 from hvd_compress.ops.torch import TorchOps
-from hvd_compress.policy import Route
-from hvd_compress.state import ParameterState, Scope, process_set_key
+from hvd_compress.state import RESIDUAL, ParameterState, Scope, process_set_key
+from hvd_compress.step import Payload, Step, TensorSpec
 from hvd_compress.transport.base import Transport
 from hvd_compress.transport.choose import open_transport
 from hvd_compress.transport.horovod import HorovodTransport
@@ -53,6 +54,21 @@ class Queued:
     name: str
     slot: str
     spec: TensorSpec
+    algorithm: Compressor
+    state: ParameterState | None
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """Context of a payload that Horovod reduces itself."""
+
+    exchange: Exchange
+    name: str
+    spec: TensorSpec
+    algorithm: Compressor
+    state: ParameterState | None
+    common: tuple[Any, ...]
+    give_back: Callable[[], None]
 
 
 def compress(compressor: Compressor, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -65,22 +81,26 @@ def compress(compressor: Compressor, tensor: torch.Tensor) -> tuple[torch.Tensor
         _check_step(compressor, call.owner)
     while len(call.positions) > 1 and exchange.has(_name(call)):
         call = replace(call, positions=call.positions[1:])
-    if compressor.policy.route(spec.shape) is Route.DENSE:
+    chosen = compressor.choose(call.name, spec)
+    if chosen is None:
         return _compress_dense(compressor, tensor, spec, call, scope, exchange)
-    token = _token(tensor, spec, call)
     state = _state(compressor, call, scope)
+    algorithm = chosen.at(0 if state is None else state.steps)
+    if algorithm.collective is Collective.ALLREDUCE:
+        return _compress_reduced(compressor, algorithm, tensor, spec, call, scope, exchange, state)
+    token = _token(tensor, spec, call)
     if call.parameter is not None and not call.parameter.requires_grad:
         # Horovod still submits a zero gradient; sending the residual would move frozen weights.
         exchange.begin()
         return token, Frozen(exchange, tensor.shape, tensor.dtype, tensor.device)
-    item = _encode(compressor, tensor, spec, _name(call), state)
+    item = _encode(algorithm, tensor, spec, _name(call), state, _place(call))
     exchange.submit(item)
     payload_bytes = sum(section.nbytes for section in item.sections)
     count(compressor, scope, item.name, payload_bytes + token.nbytes, spec)
-    return token, Queued(exchange, item.name, _slot(call), spec)
+    return token, Queued(exchange, item.name, _slot(call), spec, algorithm, state)
 
 
-def decompress(compressor: Compressor, tensor: torch.Tensor, ctx: Dense | Frozen | Queued) -> torch.Tensor:
+def decompress(compressor: Compressor, tensor: torch.Tensor, ctx: Dense | Frozen | Queued | Reduced) -> torch.Tensor:
     """Implement ``Compressor.decompress`` for PyTorch; ``tensor`` is what Horovod has reduced."""
     if isinstance(ctx, Dense):
         if ctx.exchange is not None:
@@ -89,13 +109,16 @@ def decompress(compressor: Compressor, tensor: torch.Tensor, ctx: Dense | Frozen
     if isinstance(ctx, Frozen):
         ctx.exchange.settle()
         return torch.zeros(ctx.shape, dtype=ctx.dtype, device=ctx.device)
+    if isinstance(ctx, Reduced):
+        return _decompress_reduced(tensor, ctx)
     if not ctx.exchange.settled and is_scaled_step():
         raise UnsupportedError(
             "scaler.step(opt) expected gradients that are reduced already, since it unscales them; call "
             "opt.synchronize() after backward(), and scaler.step(opt) inside 'with opt.skip_synchronize():'"
         )
     gathered = ctx.exchange.collect(ctx.name, ctx.slot)
-    total = compressor.combine(gathered.arrays, ctx.spec, _OPS)
+    total = ctx.algorithm.combine(gathered.arrays, ctx.spec, _OPS)
+    total = _release(ctx.algorithm, total, ctx.state, ctx.spec)
     # The token was 1.0 and has been scaled and reduced as the gradient would have been: it is
     # 1 after Average and the number of ranks after Sum.
     if tensor.device == total.device and tensor.device.type != "cpu":
@@ -127,7 +150,7 @@ def _checked_spec(compressor: Compressor, tensor: torch.Tensor, call: Call) -> T
         call.owner is None
         and tensor.requires_grad
         and torch.is_grad_enabled()
-        and compressor.policy.route(spec.shape) is Route.EXCHANGE
+        and compressor.choose(call.name, spec) is not None
     ):
         raise UnsupportedError(f"{kind} cannot be differentiated through{where}; pass tensor.detach()")
     return spec
@@ -252,61 +275,160 @@ def _state(compressor: Compressor, call: Call, scope: Scope) -> ParameterState |
 
 @torch.no_grad()
 def _encode(
-    compressor: Compressor, tensor: torch.Tensor, spec: TensorSpec, name: str, state: ParameterState | None
+    algorithm: Compressor,
+    tensor: torch.Tensor,
+    spec: TensorSpec,
+    name: str,
+    state: ParameterState | None,
+    place: tuple[int, int] = (0, 1),
 ) -> Item:
-    """Compress one tensor and update its residual."""
-    give_back: Callable[[], None] = _nothing
-    if compressor.feedback is None or state is None:
-        payload = compressor.encode(_OPS.astype(_OPS.flatten(tensor), spec.accumulator), spec, _OPS)
+    """Compress one tensor and update what is remembered of it."""
+    payload, give_back = _compressed(algorithm, tensor, spec, name, state, place)
+    return Item(name, spec.shape, spec.dtype, algorithm.sections(spec), payload.arrays, payload.finite, give_back)
+
+
+def _compressed(
+    algorithm: Compressor,
+    tensor: torch.Tensor,
+    spec: TensorSpec,
+    name: str,
+    state: ParameterState | None,
+    place: tuple[int, int],
+) -> tuple[Payload, Callable[[], None]]:
+    if state is None:
+        # A direct call without a name has no place to remember anything.
+        algorithm, memory, number = _without_feedback(algorithm), _started(algorithm, {}, tensor, spec), 0
     else:
-        residual = _fitting(state, tensor, spec)
-        x = compressor.feedback.compensate(residual, tensor, _OPS)
-        payload = compressor.encode(x, spec, _OPS)
-        x = compressor.add_(x, payload, spec, _OPS, -1)
-        state.residual = compressor.feedback.keep(residual, x, payload.finite, _OPS)
-        give_back = _GiveBack(compressor, weakref.ref(state), payload, spec)
-    if state is not None:
-        state.steps += 1
-    return Item(name, spec.shape, spec.dtype, compressor.sections(spec), payload.arrays, payload.finite, give_back)
+        memory, number = _started(algorithm, _fitting(state, tensor, spec), tensor, spec), state.steps
+    step = Step(name, number, *place, memory)
+    payload, new = encode_step(algorithm, tensor, spec, _OPS, step)
+    if state is None:
+        return payload, _nothing
+    state.store(new)
+    state.common.update(slot.name for slot in slots_of(algorithm, spec) if slot.common)
+    state.steps += 1
+    if algorithm.feedback is None:
+        return payload, _nothing
+    return payload, _GiveBack(algorithm, weakref.ref(state), payload, spec)
 
 
-def _fitting(state: ParameterState, tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor | None:
-    """Return the residual as the tensor needs it, after a move, a change of dtype or of size."""
-    residual: Any = state.residual
-    if residual is not None and not isinstance(residual, torch.Tensor):
-        residual = torch.from_numpy(residual)  # from a checkpoint that TensorFlow has written
+def _without_feedback(algorithm: Compressor) -> Compressor:
+    if algorithm.feedback is None:
+        return algorithm
+    return algorithm.derived("without feedback", lambda: replace(algorithm, feedback=None))  # type: ignore[no-any-return]
+
+
+def _started(
+    algorithm: Compressor, memory: dict[str, torch.Tensor], tensor: torch.Tensor, spec: TensorSpec
+) -> dict[str, torch.Tensor]:
+    """Return the memory with the compressor's own slots, zeros in the first step."""
+    for slot in algorithm.slots(spec):
+        if slot.name not in memory:
+            memory[slot.name] = _OPS.zeros(slot.count, slot.dtype, tensor)
+    return memory
+
+
+def _place(call: Call) -> tuple[int, int]:
+    """Return rank and size in the process set."""
+    return call.process_set.rank(), call.process_set.size()
+
+
+def _compress_reduced(
+    compressor: Compressor,
+    algorithm: Compressor,
+    tensor: torch.Tensor,
+    spec: TensorSpec,
+    call: Call,
+    scope: Scope,
+    exchange: Exchange,
+    state: ParameterState | None,
+) -> tuple[torch.Tensor, Any]:
+    """Compress to a payload that Horovod adds up itself."""
+    name = _name(call)
+    with torch.no_grad():
+        if call.parameter is not None and not call.parameter.requires_grad:
+            # Horovod still submits a gradient for what has been frozen; all ranks must send as much.
+            tensor, state = torch.zeros_like(tensor), None
+        payload, give_back = _compressed(algorithm, tensor, spec, name, state, _place(call))
+        (array,) = payload.arrays
+        # Other ranks must hear of NaN even if it was not among what is sent.  Horovod reduces in place.
+        sent = torch.where(payload.finite, array, torch.full_like(array, float("nan"))).contiguous()
+    if call.owner is not None:
+        exchange.submit(Item(name, spec.shape, spec.dtype, (), (), payload.finite, give_back))
+    count(compressor, scope, name, sent.nbytes, spec)
+    return sent, Reduced(exchange, name, spec, algorithm, state, payload.common, give_back)
+
+
+@torch.no_grad()
+def _decompress_reduced(tensor: torch.Tensor, ctx: Reduced) -> torch.Tensor:
+    ctx.exchange.settle()
+    spec, state = ctx.spec, ctx.state
+    if state is not None and (ctx.give_back is not _nothing or ctx.algorithm.slots(spec)):
+        # The same on all ranks, since all have the same sum.
+        if not bool(_OPS.all_finite(tensor)):
+            ctx.exchange.undo()
+            ctx.give_back()
+            # What takes turns must take this one again.
+            state.steps -= 1
+        else:
+            ctx.exchange.taken(ctx.name)
+            state.store(learn(ctx.algorithm, tensor, state.memory(), spec, _OPS))
+    total = ctx.algorithm.decode((tensor, *ctx.common), spec, _OPS)
+    total = _release(ctx.algorithm, total, state, spec)
+    return _OPS.reshape(_OPS.astype(total, spec.dtype), spec.shape).clone()
+
+
+def _release(
+    algorithm: Compressor, total: torch.Tensor, state: ParameterState | None, spec: TensorSpec
+) -> torch.Tensor:
+    if algorithm.feedback is None or state is None:
+        return total
+    total, new = algorithm.feedback.release(state.memory(), total, spec, _OPS)
+    state.store(new)
+    return total
+
+
+def _fitting(state: ParameterState, tensor: torch.Tensor, spec: TensorSpec) -> dict[str, torch.Tensor]:
+    """Return the memory as the tensor needs it, after a move, a change of dtype or of size."""
     restored, state.restored = state.restored, False
-    if residual is None:
-        return None
-    if residual.shape != (spec.numel,):
+    memory: dict[str, Any] = state.memory()
+    for name, kept in memory.items():
+        # A checkpoint that TensorFlow has written has NumPy arrays.
+        x = kept if isinstance(kept, torch.Tensor) else torch.from_numpy(kept)
+        memory[name] = _OPS.astype(_OPS.move_like(x, tensor), spec.accumulator)
+    residual = memory.get(RESIDUAL)
+    if residual is not None and residual.shape != (spec.numel,):
         expected = f"expected {spec.numel} elements in the residual of {state.name!r}, got {residual.numel()}"
         if restored:
             raise StateError(f"{expected}: the loaded state is of another model")
         logger.warning("%s: the parameter has changed its size, so its residual is dropped", expected)
-        return None
-    return _OPS.astype(_OPS.move_like(residual, tensor), spec.accumulator)
+        state.slots.clear()
+        return {}
+    return memory
 
 
-@dataclass(frozen=True)
+@dataclass
 class _GiveBack:
-    """Put back into the residual what was taken out to be sent."""
+    """Put back, once, into what is remembered what was taken out to be sent."""
 
-    compressor: Compressor
+    algorithm: Compressor
     # Weakly: a model that is gone must not live on in what was sent last.
     state: weakref.ref[ParameterState]
     payload: Payload
     spec: TensorSpec
+    done: bool = False
 
     def __call__(self) -> None:
+        if self.done:
+            return
+        self.done = True
         # Where the gradient was not finite, nothing was taken out.
         state = self.state()
-        residual: Any = None if state is None else state.residual
-        if state is None or residual is None or not bool(self.payload.finite):
+        memory = {} if state is None else state.memory()
+        if state is None or not memory or not bool(self.payload.finite):
             return
-        if _OPS.dtype(residual) == self.spec.accumulator:
-            self.compressor.add_(residual, self.payload, self.spec, _OPS, 1)
-            return
-        # The model was converted meanwhile.
-        exact = _OPS.astype(residual, self.spec.accumulator)
-        restored = self.compressor.add_(exact, self.payload, self.spec, _OPS, 1)
-        state.residual = _OPS.astype(restored, _OPS.dtype(residual))
+        # The model may have been converted meanwhile.
+        kept = {name: _OPS.dtype(x) for name, x in memory.items()}
+        exact = {name: _OPS.astype(x, self.spec.accumulator) for name, x in memory.items()}
+        restored = give_back(self.algorithm, exact, self.payload, self.spec, _OPS)
+        state.store({name: _OPS.astype(x, kept[name]) for name, x in restored.items()})

@@ -1,7 +1,57 @@
-"""All compressors; tests and documentation iterate over this list."""
+"""The compressors: one algorithm, one file, no framework.
 
+``ALL`` lists them by the name that :func:`hvd_compress.make` knows; tests and documentation
+go through it.
+"""
+
+from hvd_compress.compressors.casts import BF16, FP16, NoCompression
+from hvd_compress.compressors.dgc import DGC
+from hvd_compress.compressors.levels import QSGD, Int8, TernGrad
+from hvd_compress.compressors.natural import Natural
+from hvd_compress.compressors.powersgd import PowerSGD
+from hvd_compress.compressors.randomk import RandomK
+from hvd_compress.compressors.signs import EFSign, OneBit, SignSGD, Signum
+from hvd_compress.compressors.switch import Switch
 from hvd_compress.compressors.topk import TopK
+from hvd_compress.compressors.vector import VectorQuantizer, train_codebook
 
-ALL = (TopK,)
+ALL = {
+    "none": NoCompression,
+    "fp16": FP16,
+    "bf16": BF16,
+    "topk": TopK,
+    "randomk": RandomK,
+    "dgc": DGC,
+    "int8": Int8,
+    "qsgd": QSGD,
+    "terngrad": TernGrad,
+    "natural": Natural,
+    "signsgd": SignSGD,
+    "signum": Signum,
+    "efsign": EFSign,
+    "onebit": OneBit,
+    "vectorquantizer": VectorQuantizer,
+    "powersgd": PowerSGD,
+}
 
-__all__ = ["ALL", "TopK"]
+__all__ = [
+    "ALL",
+    "BF16",
+    "DGC",
+    "FP16",
+    "QSGD",
+    "EFSign",
+    "Int8",
+    "Natural",
+    "NoCompression",
+    "OneBit",
+    "PowerSGD",
+    "RandomK",
+    "SignSGD",
+    "Signum",
+    "Switch",
+    "TernGrad",
+    "TopK",
+    "VectorQuantizer",
+    "train_codebook",
+]

@@ -7,21 +7,21 @@ A. F. Aji, K. Heafield, "Sparse communication for distributed gradient descent",
 from __future__ import annotations
 
 import logging
-import math
-import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hvd_compress.base import Compressor, Payload, TensorSpec
-from hvd_compress.feedback import ErrorFeedback
+from hvd_compress.base import Collective, Compressor
+from hvd_compress.compressors.sparsifier import Sparsifier
+from hvd_compress.feedback import ErrorFeedback, Feedback
 from hvd_compress.ops.base import Array, Ops
+from hvd_compress.step import FIRST, Payload, Step, TensorSpec
 from hvd_compress.wire import ArraySection, IndexSection, Section
 
 logger = logging.getLogger("hvd_compress")
 
 
 @dataclass(frozen=True, eq=False)
-class TopK(Compressor):
+class TopK(Sparsifier):
     """Send the ``ceil(ratio * n)`` elements of largest magnitude of each tensor.
 
     The selection is exact; of equal magnitudes the lower position wins.  Values travel in
@@ -30,7 +30,10 @@ class TopK(Compressor):
     converge, and has it by default.
 
     Args:
-        ratio: the part of the elements that is sent, above 0 and at most 1.
+        ratio: the part of the elements that is sent, above 0 and at most 1, or a schedule;
+            see :class:`~hvd_compress.compressors.sparsifier.Sparsifier`.
+        values: how the values are compressed in their turn, such as ``Int8()``, ``QSGD(bits=2)``
+            or ``EFSign()``; None sends them as they are.  Feedback keeps what both drop.
         feedback: ``ErrorFeedback()`` by default; None drops for good what is not sent.
         min_numel, seed, transport, on_nonfinite: see :class:`~hvd_compress.base.Compressor`.
 
@@ -42,44 +45,64 @@ class TopK(Compressor):
         opt = hvd.DistributedOptimizer(opt, named_parameters=model.named_parameters(), compression=TopK(0.001))
     """
 
-    ratio: float
-    feedback: ErrorFeedback | None = field(default=ErrorFeedback(), kw_only=True)
+    values: Compressor | None = field(default=None, kw_only=True)
+    feedback: Feedback | None = field(default=ErrorFeedback(), kw_only=True)
 
     def __post_init__(self) -> None:
-        number = isinstance(self.ratio, numbers.Real) and not isinstance(self.ratio, bool)
-        self._require(number and 0 < self.ratio <= 1, "ratio", "a number in (0, 1]")
+        fits = isinstance(self.values, Compressor) and self.values.collective is Collective.ALLGATHER
+        self._require(self.values is None or fits, "values", "a quantiser such as Int8(), or None")
         super().__post_init__()
         if isinstance(self.ratio, int):
             logger.warning("TopK(1) sends every element, and its position with it; for 1 % write TopK(0.01)")
 
-    def kept(self, spec: TensorSpec) -> int:
-        """Return how many elements of such a tensor are sent."""
-        # 0.1 * 30 is a little above 3: what is a whole number but for rounding must not be rounded up.
-        exact = self.ratio * spec.numel
-        return max(1, math.ceil(exact * (1 - 1e-15)))
-
     def sections(self, spec: TensorSpec) -> Sequence[Section]:
         """Positions, then values."""
-        k = self.kept(spec)
-        return IndexSection(spec.numel, k), ArraySection(spec.dtype, k)
+        positions = IndexSection(spec.numel, self.kept(spec))
+        if self.values is None:
+            return positions, ArraySection(spec.dtype, positions.k)
+        return positions, *self.values.sections(self._selected(spec))
 
-    def encode(self, x: Array, spec: TensorSpec, ops: Ops) -> Payload:
-        """Select, and round the values to the gradient's dtype."""
+    def encode(self, x: Array, spec: TensorSpec, ops: Ops, step: Step = FIRST) -> Payload:
+        """Select, and round the values to the gradient's dtype, or compress them."""
         indices = ops.top_k(x, self.kept(spec))
-        values = ops.astype_finite(ops.take(x, indices), spec.dtype)
+        taken = ops.take(x, indices)
         # NaN and infinity are the largest magnitudes, so if there are any, one was selected.
-        return Payload((indices, values), ops.all_finite(values))
+        if self.values is None:
+            values = ops.astype_finite(taken, spec.dtype)
+            return Payload((indices, values), ops.all_finite(values))
+        compressed = self.values.encode(taken, self._selected(spec), ops, step)
+        return Payload((indices, *compressed.arrays), compressed.finite)
+
+    def decode(self, arrays: Sequence[Array], spec: TensorSpec, ops: Ops) -> Array:
+        """Return zeros, but for the values that were sent."""
+        indices, *values = arrays
+        zeros = ops.zeros(spec.numel, spec.accumulator, indices)
+        return ops.scatter_add_(zeros, indices, self._decoded(values, spec, ops))
 
     def combine(self, arrays: Sequence[Array], spec: TensorSpec, ops: Ops) -> Array:
         """Add up in rank order; positions are distinct within a rank."""
 
-        def add(total: Array, indices: Array, values: Array) -> Array:
-            return ops.scatter_add_(total, indices, ops.astype(values, spec.accumulator))
+        def add(total: Array, indices: Array, *values: Array) -> Array:
+            return ops.scatter_add_(total, indices, self._decoded(values, spec, ops))
 
         return ops.fold(add, ops.zeros(spec.numel, spec.accumulator, arrays[1]), arrays)
 
     def add_(self, x: Array, payload: Payload, spec: TensorSpec, ops: Ops, sign: int) -> Array:
         """Add the values that receivers decode, at their positions."""
-        indices, values = payload.arrays
-        exact = ops.astype(values, spec.accumulator)
+        indices, *values = payload.arrays
+        exact = self._decoded(values, spec, ops)
         return ops.scatter_add_(x, indices, exact if sign > 0 else -exact)
+
+    def clear(self, x: Array, payload: Payload, spec: TensorSpec, ops: Ops) -> Array:
+        """Return ``x`` with zeros at the positions that were sent."""
+        indices = payload.arrays[0]
+        return ops.scatter_add_(ops.copy(x), indices, -ops.take(x, indices))
+
+    def _selected(self, spec: TensorSpec) -> TensorSpec:
+        """Return the spec of the values as they are selected."""
+        return TensorSpec((self.kept(spec),), spec.accumulator)
+
+    def _decoded(self, values: Sequence[Array], spec: TensorSpec, ops: Ops) -> Array:
+        if self.values is None:
+            return ops.astype(values[0], spec.accumulator)
+        return self.values.decode(values, self._selected(spec), ops)

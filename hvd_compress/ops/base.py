@@ -25,10 +25,12 @@ ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4,
 class Ops(Protocol):
     """What an algorithm may ask of a framework.
 
-    Arrays are one-dimensional unless said otherwise, dtypes are names such as
-    ``"float32"``.  Methods whose names end in ``_`` change their first argument where the
-    framework can; the result is what they return.  No method may wait for the device or copy a whole gradient to the
-    host; only :meth:`to_host` does, for the payload.
+    Arrays are one-dimensional unless said otherwise, dtypes are names such as ``"float32"``.
+    Arrays of all frameworks also have Python's arithmetic and comparison operators, between
+    arrays of one dtype and with plain numbers, and slices.  Methods whose names end in ``_``
+    change their first argument where the framework can; the result is what they return.  No
+    method may wait for the device or copy a whole gradient to the host; only :meth:`to_host`
+    does, for the payload.
     """
 
     name: str
@@ -93,3 +95,76 @@ class Ops(Protocol):
 
     def copy(self, x: Array) -> Array:
         """Return an independent copy."""
+
+    # --- Elementwise, and over the last axis ----------------------------------------
+
+    def abs(self, x: Array) -> Array:
+        """Return the magnitudes."""
+
+    def floor(self, x: Array) -> Array:
+        """Round down."""
+
+    def sqrt(self, x: Array) -> Array:
+        """Return the square roots."""
+
+    def clip(self, x: Array, low: Any, high: Any) -> Array:
+        """Limit to a range; the limits are numbers or arrays that broadcast."""
+
+    def select(self, condition: Array, a: Array, b: Any) -> Array:
+        """Choose element by element; ``b`` may be a number."""
+
+    def sum(self, x: Array) -> Array:
+        """Sum over the last axis, which stays with length 1."""
+
+    def max(self, x: Array) -> Array:
+        """Maximum over the last axis, which stays with length 1."""
+
+    def rows(self, x: Array, width: int) -> Array:
+        """Return ``x`` as rows of ``width`` elements, the last one padded with zeros."""
+
+    def first(self, x: Array, count: int) -> Array:
+        """Return the first ``count`` elements."""
+
+    def concat(self, arrays: Sequence[Array]) -> Array:
+        """Join one-dimensional arrays."""
+
+    def cumsum(self, x: Array) -> Array:
+        """Sum up along the last axis."""
+
+    def argmax(self, x: Array) -> Array:
+        """Return the position of the maximum along the last axis, as int32; the first of several."""
+
+    def pick(self, x: Array, positions: Array) -> Array:
+        """Return one element of each row of ``x``."""
+
+    def take_rows(self, x: Array, positions: Array) -> Array:
+        """Return rows of ``x``."""
+
+    # --- Matrices -------------------------------------------------------------------
+
+    def matmul(self, a: Array, b: Array) -> Array:
+        """Multiply matrices."""
+
+    def transpose(self, a: Array) -> Array:
+        """Return the transpose of a matrix, as a view where possible."""
+
+    # --- Bits and random numbers ----------------------------------------------------
+
+    def pack(self, codes: Array, width: int) -> Array:
+        """Pack uint8 ``codes`` below ``2**width`` into bytes, the lowest bits first."""
+
+    def unpack(self, packed: Array, count: int, width: int) -> Array:
+        """Return ``count`` uint8 codes; the inverse of :meth:`pack`."""
+
+    def uniform(self, n: int, keys: Any, like: Array) -> Array:
+        """Return ``n`` float32 numbers in [0, 1), multiples of 2**-24, the same in all frameworks.
+
+        A counter-based generator: element ``i`` is a hash of ``i`` and of the two 32-bit
+        ``keys``, see :mod:`hvd_compress.ops.hashing`.
+        """
+
+    def float_bits(self, x: Array) -> Array:
+        """Return the bits of float32 numbers as int64."""
+
+    def from_float_bits(self, bits: Array) -> Array:
+        """Return the float32 numbers that have these bits."""

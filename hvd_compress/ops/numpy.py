@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.errors import UnsupportedError
+from hvd_compress.ops.hashing import hash32
 
 
 class NumpyOps:
@@ -119,6 +120,98 @@ class NumpyOps:
     def copy(self, x: np.ndarray) -> np.ndarray:
         """Return an independent copy."""
         return x.copy()
+
+    def abs(self, x: np.ndarray) -> np.ndarray:
+        """Return the magnitudes."""
+        return np.asarray(np.abs(x))
+
+    def floor(self, x: np.ndarray) -> np.ndarray:
+        """Round down."""
+        return np.asarray(np.floor(x))
+
+    def sqrt(self, x: np.ndarray) -> np.ndarray:
+        """Return the square roots."""
+        return np.asarray(np.sqrt(x))
+
+    def clip(self, x: np.ndarray, low: Any, high: Any) -> np.ndarray:
+        """Limit to a range."""
+        return np.asarray(np.clip(x, low, high))
+
+    def select(self, condition: np.ndarray, a: np.ndarray, b: Any) -> np.ndarray:
+        """Choose element by element."""
+        return np.asarray(np.where(condition, a, np.asarray(b, a.dtype)))
+
+    def sum(self, x: np.ndarray) -> np.ndarray:
+        """Sum over the last axis."""
+        return np.asarray(x.sum(axis=-1, keepdims=True))
+
+    def max(self, x: np.ndarray) -> np.ndarray:
+        """Maximum over the last axis."""
+        return np.asarray(x.max(axis=-1, keepdims=True))
+
+    def rows(self, x: np.ndarray, width: int) -> np.ndarray:
+        """Return rows of ``width`` elements."""
+        return np.pad(x, (0, -len(x) % width)).reshape(-1, width)
+
+    def first(self, x: np.ndarray, count: int) -> np.ndarray:
+        """Return the first elements."""
+        return x[:count]
+
+    def concat(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """Join arrays."""
+        return np.concatenate(arrays)
+
+    def cumsum(self, x: np.ndarray) -> np.ndarray:
+        """Sum up."""
+        return np.asarray(np.cumsum(x, axis=-1))
+
+    def argmax(self, x: np.ndarray) -> np.ndarray:
+        """Return positions of maxima."""
+        return np.asarray(x.argmax(axis=-1).astype(np.int32))
+
+    def pick(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Return one element of each row."""
+        return np.asarray(np.take_along_axis(x, positions[:, None].astype(np.int64), axis=1)[:, 0])
+
+    def take_rows(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Return rows."""
+        return np.asarray(x[positions])
+
+    def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """Multiply matrices."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            return np.asarray(a @ b)
+
+    def transpose(self, a: np.ndarray) -> np.ndarray:
+        """Return the transpose."""
+        return a.T
+
+    def pack(self, codes: np.ndarray, width: int) -> np.ndarray:
+        """Pack codes into bytes."""
+        if width == 8:
+            return codes
+        bits = (codes[:, None] >> np.arange(width, dtype=np.uint8)) & np.uint8(1)
+        return np.packbits(bits, bitorder="little")
+
+    def unpack(self, packed: np.ndarray, count: int, width: int) -> np.ndarray:
+        """Return codes."""
+        if width == 8:
+            return packed
+        bits = np.unpackbits(packed, count=count * width, bitorder="little").reshape(count, width)
+        return np.packbits(bits, axis=1, bitorder="little")[:, 0]
+
+    def uniform(self, n: int, keys: Any, like: np.ndarray) -> np.ndarray:
+        """Return random numbers in [0, 1)."""
+        hashed = hash32(np.arange(n, dtype=np.uint32), keys) >> np.uint32(8)
+        return hashed.astype(np.float32) * np.float32(2**-24)
+
+    def float_bits(self, x: np.ndarray) -> np.ndarray:
+        """Return the bits as int64."""
+        return x.view(np.uint32).astype(np.int64)
+
+    def from_float_bits(self, bits: np.ndarray) -> np.ndarray:
+        """Return the numbers that have these bits."""
+        return bits.astype(np.uint32).view(np.float32)
 
 
 def _check(dtype: str) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvd_compress.ops.hashing import COUNTER, FIRST, SECOND, SHIFTS
+
 _ITEMS_WORTH_BLOCKS = 4096
 # What the names of devices contain on which integers are as fast as floats.
 _HOST = "CPU"
@@ -143,6 +145,130 @@ class TensorFlowOps:
     def copy(self, x: tf.Tensor) -> tf.Tensor:
         """Return ``x``; tensors cannot be changed."""
         return x
+
+    def abs(self, x: tf.Tensor) -> tf.Tensor:
+        """Return the magnitudes."""
+        return tf.abs(x)
+
+    def floor(self, x: tf.Tensor) -> tf.Tensor:
+        """Round down."""
+        return tf.floor(x)
+
+    def sqrt(self, x: tf.Tensor) -> tf.Tensor:
+        """Return the square roots."""
+        return tf.sqrt(x)
+
+    def clip(self, x: tf.Tensor, low: Any, high: Any) -> tf.Tensor:
+        """Limit to a range."""
+        return tf.maximum(tf.minimum(x, tf.cast(high, x.dtype)), tf.cast(low, x.dtype))
+
+    def select(self, condition: tf.Tensor, a: tf.Tensor, b: Any) -> tf.Tensor:
+        """Choose element by element."""
+        return tf.where(condition, a, tf.cast(b, a.dtype))
+
+    def sum(self, x: tf.Tensor) -> tf.Tensor:
+        """Sum over the last axis."""
+        return tf.reduce_sum(x, axis=-1, keepdims=True)
+
+    def max(self, x: tf.Tensor) -> tf.Tensor:
+        """Maximum over the last axis."""
+        return tf.reduce_max(x, axis=-1, keepdims=True)
+
+    def rows(self, x: tf.Tensor, width: int) -> tf.Tensor:
+        """Return rows of ``width`` elements."""
+        missing = -int(x.shape[0]) % width
+        return tf.reshape(tf.pad(x, [[0, missing]]) if missing else x, [-1, width])
+
+    def first(self, x: tf.Tensor, count: int) -> tf.Tensor:
+        """Return the first elements."""
+        return x[:count]
+
+    def concat(self, arrays: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Join arrays."""
+        return tf.concat(list(arrays), 0)
+
+    def cumsum(self, x: tf.Tensor) -> tf.Tensor:
+        """Sum up."""
+        return tf.cumsum(x, axis=-1)
+
+    def argmax(self, x: tf.Tensor) -> tf.Tensor:
+        """Return positions of maxima."""
+        return tf.argmax(x, axis=-1, output_type=tf.int32)
+
+    def pick(self, x: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
+        """Return one element of each row."""
+        return tf.gather(x, tf.cast(positions, tf.int64), axis=1, batch_dims=1)
+
+    def take_rows(self, x: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
+        """Return rows."""
+        return tf.gather(x, tf.cast(positions, tf.int64))
+
+    def matmul(self, a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
+        """Multiply matrices."""
+        return tf.matmul(a, b)
+
+    def transpose(self, a: tf.Tensor) -> tf.Tensor:
+        """Return the transpose."""
+        return tf.transpose(a)
+
+    def pack(self, codes: tf.Tensor, width: int) -> tf.Tensor:
+        """Pack codes into bytes."""
+        if width == 8:
+            return codes
+        if 8 % width:
+            bits = [tf.bitwise.bitwise_and(_right(codes, bit), tf.constant(1, tf.uint8)) for bit in range(width)]
+            codes, width = tf.reshape(tf.stack(bits, axis=1), [-1]), 1
+        columns = tf.unstack(self.rows(codes, 8 // width), axis=1)
+        packed = columns[0]
+        for i, column in enumerate(columns[1:], 1):
+            packed = tf.bitwise.bitwise_or(packed, _left(column, i * width))
+        return packed
+
+    def unpack(self, packed: tf.Tensor, count: int, width: int) -> tf.Tensor:
+        """Return codes."""
+        if width == 8:
+            return packed
+        if 8 % width:
+            bits = tf.unstack(tf.reshape(self.unpack(packed, count * width, 1), [count, width]), axis=1)
+            codes = bits[0]
+            for i, bit in enumerate(bits[1:], 1):
+                codes = tf.bitwise.bitwise_or(codes, _left(bit, i))
+            return codes
+        mask = tf.constant((1 << width) - 1, tf.uint8)
+        codes = [tf.bitwise.bitwise_and(_right(packed, i * width), mask) for i in range(8 // width)]
+        return tf.reshape(tf.stack(codes, axis=1), [-1])[:count]
+
+    def uniform(self, n: int, keys: Any, like: tf.Tensor) -> tf.Tensor:
+        """Return random numbers in [0, 1)."""
+        # As int64, which a GPU computes itself; only the low 32 bits of a product count.
+        keys = tf.cast(keys, tf.int64)
+        x = _low(tf.range(n, dtype=tf.int64) * COUNTER + keys[0])
+        x = _low(tf.bitwise.bitwise_xor(x, _right(x, SHIFTS[0])) * FIRST)
+        x = tf.bitwise.bitwise_xor(x, keys[1])
+        x = _low(tf.bitwise.bitwise_xor(x, _right(x, SHIFTS[1])) * SECOND)
+        x = tf.bitwise.bitwise_xor(x, _right(x, SHIFTS[2]))
+        return tf.cast(_right(x, 8), tf.float32) * 2**-24
+
+    def float_bits(self, x: tf.Tensor) -> tf.Tensor:
+        """Return the bits as int64."""
+        return _low(tf.cast(tf.bitcast(x, tf.int32), tf.int64))
+
+    def from_float_bits(self, bits: tf.Tensor) -> tf.Tensor:
+        """Return the numbers that have these bits."""
+        return tf.bitcast(tf.cast(bits, tf.int32), tf.float32)
+
+
+def _low(x: tf.Tensor) -> tf.Tensor:
+    """Return the low 32 bits."""
+    return tf.bitwise.bitwise_and(x, tf.constant(0xFFFFFFFF, tf.int64))
+
+
+def _right(x: tf.Tensor, by: int) -> tf.Tensor:
+    return tf.bitwise.right_shift(x, tf.constant(by, x.dtype))
+
+
+def _left(x: tf.Tensor, by: int) -> tf.Tensor:
+    return tf.bitwise.left_shift(x, tf.constant(by, x.dtype))
 
 
 def _ordered(x: tf.Tensor) -> tf.Tensor:

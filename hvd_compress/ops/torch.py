@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvd_compress.ops.hashing import COUNTER, FIRST, SECOND, SHIFTS
+
 _DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
@@ -155,6 +157,126 @@ class TorchOps:
     def copy(self, x: torch.Tensor) -> torch.Tensor:
         """Return an independent copy."""
         return x.clone()
+
+    def abs(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the magnitudes."""
+        return x.abs()
+
+    def floor(self, x: torch.Tensor) -> torch.Tensor:
+        """Round down."""
+        return x.floor()
+
+    def sqrt(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the square roots."""
+        return x.sqrt()
+
+    def clip(self, x: torch.Tensor, low: Any, high: Any) -> torch.Tensor:
+        """Limit to a range."""
+        return x.clamp(low, high)
+
+    def select(self, condition: torch.Tensor, a: torch.Tensor, b: Any) -> torch.Tensor:
+        """Choose element by element."""
+        return torch.where(condition, a, b)
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over the last axis."""
+        return x.sum(-1, keepdim=True)
+
+    def max(self, x: torch.Tensor) -> torch.Tensor:
+        """Maximum over the last axis."""
+        return x.amax(-1, keepdim=True)
+
+    def rows(self, x: torch.Tensor, width: int) -> torch.Tensor:
+        """Return rows of ``width`` elements."""
+        missing = -x.numel() % width
+        return (torch.nn.functional.pad(x, (0, missing)) if missing else x).view(-1, width)
+
+    def first(self, x: torch.Tensor, count: int) -> torch.Tensor:
+        """Return the first elements."""
+        return x[:count]
+
+    def concat(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Join arrays."""
+        return torch.cat(list(arrays))
+
+    def cumsum(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum up."""
+        return x.cumsum(-1)
+
+    def argmax(self, x: torch.Tensor) -> torch.Tensor:
+        """Return positions of maxima."""
+        return x.argmax(-1).to(torch.int32)
+
+    def pick(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return one element of each row."""
+        return x.gather(1, positions.to(torch.int64)[:, None])[:, 0]
+
+    def take_rows(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return rows."""
+        return x.index_select(0, positions.to(torch.int64))
+
+    def matmul(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Multiply matrices."""
+        return a @ b
+
+    def transpose(self, a: torch.Tensor) -> torch.Tensor:
+        """Return the transpose."""
+        return a.t()
+
+    def pack(self, codes: torch.Tensor, width: int) -> torch.Tensor:
+        """Pack codes into bytes."""
+        if width == 8:
+            return codes
+        if 8 % width:
+            codes = torch.stack([(codes >> bit) & 1 for bit in range(width)], dim=1).view(-1)
+            width = 1
+        columns = self.rows(codes, 8 // width)
+        packed = columns[:, 0].clone()
+        for i in range(1, 8 // width):
+            packed |= columns[:, i] << (i * width)
+        return packed
+
+    def unpack(self, packed: torch.Tensor, count: int, width: int) -> torch.Tensor:
+        """Return codes."""
+        if width == 8:
+            return packed
+        if 8 % width:
+            bits = self.unpack(packed, count * width, 1).view(count, width)
+            codes = bits[:, 0].clone()
+            for i in range(1, width):
+                codes |= bits[:, i] << i
+            return codes
+        mask = (1 << width) - 1
+        codes = torch.stack([(packed >> (i * width)) & mask for i in range(8 // width)], dim=1)
+        return codes.view(-1)[:count]
+
+    def uniform(self, n: int, keys: Any, like: torch.Tensor) -> torch.Tensor:
+        """Return random numbers in [0, 1)."""
+        # PyTorch has no unsigned 32-bit arithmetic: signed products wrap, and shifts are masked.
+        x = torch.arange(n, dtype=torch.int32, device=like.device)
+        x.mul_(_signed(COUNTER)).add_(_signed(keys[0]))
+        x.bitwise_xor_(_shifted(x, SHIFTS[0])).mul_(_signed(FIRST)).bitwise_xor_(_signed(keys[1]))
+        x.bitwise_xor_(_shifted(x, SHIFTS[1])).mul_(_signed(SECOND))
+        x.bitwise_xor_(_shifted(x, SHIFTS[2]))
+        return _shifted(x, 8).to(torch.float32).mul_(2**-24)
+
+    def float_bits(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the bits as int64."""
+        return x.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+
+    def from_float_bits(self, bits: torch.Tensor) -> torch.Tensor:
+        """Return the numbers that have these bits."""
+        return bits.to(torch.int32).view(torch.float32)
+
+
+def _signed(value: int) -> int:
+    """Return the signed 32-bit number with the same bits."""
+    return value - (1 << 32) if value >> 31 else value
+
+
+def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
+    """Shift right as unsigned numbers are."""
+    return (x >> by) & ((1 << (32 - by)) - 1)
 
 
 def _untied_top_k(bits: torch.Tensor, k: int) -> torch.Tensor | None:

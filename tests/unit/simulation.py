@@ -3,8 +3,9 @@
 import numpy as np
 import torch
 
-from hvd_compress import TensorSpec, TopK
+from hvd_compress import Step, TensorSpec, TopK
 from hvd_compress.adapters.torch import _encode
+from hvd_compress.codec import encode_step, give_back
 from hvd_compress.exchange import Exchange, Item
 from hvd_compress.ops.numpy import NumpyOps
 from hvd_compress.ops.torch import TorchOps
@@ -81,18 +82,16 @@ class Rank:
         self.telemetry.count(name, sum(section.nbytes for section in item.sections), gradient.size * spec_size(spec))
 
     def _encode(self, name, gradient, spec, state):
-        compressor, feedback = self.compressor, self.compressor.feedback
-        x = feedback.compensate(state.residual, gradient, NUMPY)
-        payload = compressor.encode(x, spec, NUMPY)
-        compressor.add_(x, payload, spec, NUMPY, -1)
-        state.residual = feedback.keep(state.residual, x, payload.finite, NUMPY)
+        compressor = self.compressor
+        payload, new = encode_step(compressor, gradient, spec, NUMPY, Step(name, state.steps, memory=state.memory()))
+        state.store(new)
 
-        def give_back():
+        def restore():
             if payload.finite:
-                compressor.add_(state.residual, payload, spec, NUMPY, 1)
+                state.store(give_back(compressor, state.memory(), payload, spec, NUMPY))
 
         sections = compressor.sections(spec)
-        return Item(name, spec.shape, spec.dtype, sections, payload.arrays, payload.finite, give_back)
+        return Item(name, spec.shape, spec.dtype, sections, payload.arrays, payload.finite, restore)
 
     def collect(self, name, shape):
         """Return the sum of all ranks as a NumPy array."""

@@ -12,8 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_compress import ErrorFeedback, TensorSpec, TopK
+from hvd_compress import ErrorFeedback, Step, TensorSpec, TopK
 from hvd_compress.adapters.torch import _encode
+from hvd_compress.codec import encode_step
 from hvd_compress.ops.numpy import NumpyOps
 from hvd_compress.ops.torch import TorchOps
 from hvd_compress.state import ParameterState
@@ -34,15 +35,9 @@ class Rank:
         if self.ops is TORCH:
             item = _encode(self.compressor, gradient, self.spec, "w", self.state)
             return item.arrays, item.finite
-        feedback, state = self.compressor.feedback, self.state
-        if feedback is None:
-            x = self.ops.astype(self.ops.flatten(gradient), self.spec.accumulator)
-            payload = self.compressor.encode(x, self.spec, self.ops)
-        else:
-            x = feedback.compensate(state.residual, gradient, self.ops)
-            payload = self.compressor.encode(x, self.spec, self.ops)
-            self.compressor.add_(x, payload, self.spec, self.ops, -1)
-            state.residual = feedback.keep(state.residual, x, payload.finite, self.ops)
+        step = Step("w", self.state.steps, memory=self.state.memory())
+        payload, new = encode_step(self.compressor, gradient, self.spec, self.ops, step)
+        self.state.store(new)
         return payload.arrays, payload.finite
 
     def residual(self):
@@ -191,7 +186,8 @@ def test_the_gradient_is_never_changed_nor_kept(ops, dtype, feedback):
 def test_compensate_returns_a_new_flat_array_in_the_accumulator(ops, dtype, accumulator):
     gradient = as_gradient([1, 2, 3, 4], dtype, ops)
     for residual in (None, ops.astype(ops.flatten(as_gradient([10, 20, 30, 40], "float64", ops)), accumulator)):
-        x = ErrorFeedback().compensate(residual, gradient, ops)
+        memory = {} if residual is None else {"residual": residual}
+        x, _ = ErrorFeedback().compensate(gradient, TensorSpec((1, 4), dtype), ops, Step(memory=memory))
         assert (ops.dtype(x), ops.shape(x)) == (accumulator, (4,))
         assert x.tolist() == ([1, 2, 3, 4] if residual is None else [11, 22, 33, 44])
         x[:] = 0

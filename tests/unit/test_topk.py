@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from hvd_compress import Compressor, ConfigError, ErrorFeedback, TensorSpec, TopK
+from hvd_compress import Compressor, ConfigError, ErrorFeedback, Step, TensorSpec, TopK
 from hvd_compress.adapters.torch import _encode
+from hvd_compress.codec import encode_step
 from hvd_compress.compressors import ALL
 from hvd_compress.ops.numpy import NumpyOps
 from hvd_compress.ops.torch import TorchOps
@@ -174,10 +175,8 @@ def encode(compressor, gradient, spec, state, ops):
         return [a.numpy() for a in arrays]
     if compressor.feedback is None:
         return compressor.encode(gradient, spec, ops).arrays
-    a = compressor.feedback.compensate(state.residual, gradient[None], ops)
-    payload = compressor.encode(a, spec, ops)
-    compressor.add_(a, payload, spec, ops, -1)
-    state.residual = compressor.feedback.keep(state.residual, a, payload.finite, ops)
+    payload, new = encode_step(compressor, gradient[None], spec, ops, Step(memory=state.memory()))
+    state.store(new)
     return payload.arrays
 
 

@@ -20,11 +20,12 @@ from hvd_compress.adapters.common import checked_spec, shown_name, warn_unnamed
 from hvd_compress.adapters.tensorflow.message import Message
 from hvd_compress.adapters.tensorflow.state import StepCounter, VariableState, after
 from hvd_compress.adapters.tensorflow.target import Target, find_target
-from hvd_compress.base import Compressor, Payload, TensorSpec
+from hvd_compress.base import Compressor
 from hvd_compress.errors import UnboundTensorError, UnsupportedError
 from hvd_compress.ops.base import ITEMSIZE
 from hvd_compress.ops.tensorflow import TensorFlowOps
 from hvd_compress.policy import Route
+from hvd_compress.step import Payload, TensorSpec
 
 _OPS = TensorFlowOps()
 

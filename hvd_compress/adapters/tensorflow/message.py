@@ -15,10 +15,11 @@ from hvd_compress.adapters.common import report_nonfinite, settings_of, shown_na
 from hvd_compress.adapters.tensorflow.state import VariableState, after
 from hvd_compress.adapters.tensorflow.target import Target, is_elastic
 from hvd_compress.adapters.tensorflow.watch import Watch
-from hvd_compress.base import Compressor, Payload, TensorSpec
+from hvd_compress.base import Compressor
 from hvd_compress.errors import HandshakeError, WireFormatError
 from hvd_compress.layout import Layout
 from hvd_compress.ops.base import ITEMSIZE
+from hvd_compress.step import Payload, TensorSpec
 
 _WATCH = Watch()
 

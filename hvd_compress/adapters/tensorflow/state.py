@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_compress.base import TensorSpec
 from hvd_compress.errors import StateError
 from hvd_compress.state import ParameterState
+from hvd_compress.step import TensorSpec
 from hvd_compress.transport.horovod import in_fresh_thread
 
 

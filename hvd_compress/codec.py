@@ -1,0 +1,77 @@
+"""What one rank does locally in a step: feedback, compression, and feedback again.
+
+The adapters of all frameworks call this, and so do tests, which need neither Horovod nor MPI.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from hvd_compress.base import Compressor
+from hvd_compress.ops.base import Array, Ops
+from hvd_compress.step import Payload, Slot, Step, TensorSpec
+
+
+def slots_of(compressor: Compressor, spec: TensorSpec) -> Sequence[Slot]:
+    """Return all that is remembered of such a parameter."""
+    feedback = compressor.feedback
+    return (*(() if feedback is None else feedback.slots(spec)), *compressor.slots(spec))
+
+
+def encode_step(
+    compressor: Compressor, gradient: Array, spec: TensorSpec, ops: Ops, step: Step
+) -> tuple[Payload, dict[str, Array]]:
+    """Compress a gradient.
+
+    Args:
+        compressor: what to do.
+        gradient: of any shape; it is not changed.
+        spec: its shape and dtype.
+        ops: its framework's operations.
+        step: with what is remembered in ``memory``, in the accumulation dtype; feedback's slots
+            that do not exist yet may be missing.
+
+    Returns:
+        The payload, and the new values of all slots.  If the gradient holds NaN or infinity
+        they are the old ones: one infinity that entered a residual would stay there for ever.
+    """
+    feedback, memory = compressor.feedback, step.memory
+    new: dict[str, Array]
+    if feedback is None:
+        x = ops.astype(ops.flatten(gradient), spec.accumulator)
+        payload, new = compressor.encode(x, spec, ops, step), {}
+    else:
+        x, changed = feedback.compensate(gradient, spec, ops, step)
+        payload = compressor.encode(x, spec, ops, step)
+        new = feedback.keep({**memory, **changed}, x, payload, compressor, spec, ops)
+    new.update(payload.memory)
+    for name, value in new.items():
+        old = memory.get(name)
+        if old is None:
+            old = ops.zeros(ops.shape(value)[0], ops.dtype(value), value)
+        new[name] = ops.where(payload.finite, value, ops.astype(old, ops.dtype(value)))
+    for slot in slots_of(compressor, spec):
+        if slot.name in new:
+            new[slot.name] = ops.astype_finite(new[slot.name], slot.dtype)
+    return dataclasses.replace(payload, memory={}), new
+
+
+def give_back(
+    compressor: Compressor, memory: Mapping[str, Array], payload: Payload, spec: TensorSpec, ops: Ops
+) -> dict[str, Array]:
+    """Return the slots that change when a finite payload is not applied after all."""
+    if compressor.feedback is None:
+        return {}
+    return compressor.feedback.give_back(memory, payload, compressor, spec, ops)
+
+
+def learn(
+    compressor: Compressor, reduced: Array, memory: Mapping[str, Array], spec: TensorSpec, ops: Ops
+) -> dict[str, Array]:
+    """Return the slots that change with what Horovod has reduced; none do if it is not finite."""
+    new = compressor.learn(reduced, memory, spec, ops)
+    if new:
+        finite = ops.all_finite(reduced)
+        new = {name: ops.where(finite, value, memory.get(name, value)) for name, value in new.items()}
+    return new
