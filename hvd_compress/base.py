@@ -31,6 +31,7 @@ from hvd_compress.feedback import Feedback
 from hvd_compress.ops.base import Array, Ops
 from hvd_compress.ops.numpy import NumpyOps
 from hvd_compress.policy import Route, SizePolicy
+from hvd_compress.settings import ShortRepr
 from hvd_compress.state import Runtime, world
 from hvd_compress.step import FIRST, Payload, Slot, Step, TensorSpec
 from hvd_compress.wire import ArraySection, Section
@@ -52,7 +53,7 @@ class Collective(enum.Enum):
 
 
 @dataclass(frozen=True, eq=False)
-class Compressor(abc.ABC):
+class Compressor(ShortRepr, abc.ABC):
     """Base of all compressors; pass an instance as Horovod's ``compression`` argument.
 
     Args:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from hvd_compress.errors import ConfigError
 from hvd_compress.ops.base import Array, Ops
+from hvd_compress.settings import ShortRepr
 from hvd_compress.step import Payload, Slot, Step, TensorSpec
 
 Memory = Mapping[str, Array]
@@ -36,7 +37,7 @@ class Algorithm(Protocol):
 
 
 @dataclass(frozen=True)
-class Feedback(abc.ABC):
+class Feedback(ShortRepr, abc.ABC):
     """Base of all kinds of feedback.
 
     What is remembered is one array for each of :meth:`slots`.  ``memory`` maps their names

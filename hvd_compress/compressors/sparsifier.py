@@ -40,12 +40,12 @@ class Sparsifier(Compressor):
         """Return how many elements of such a tensor are sent."""
         # 0.1 * 30 is a little above 3: what is a whole number but for rounding must not be rounded up.
         exact = self._number * spec.numel
-        return max(1, math.ceil(exact * (1 - 1e-15)))
+        return max(1, int(math.ceil(exact * (1 - 1e-15))))
 
     @property
-    def _number(self) -> float:
+    def _number(self) -> Any:
         if isinstance(self.ratio, numbers.Real):
-            return float(self.ratio)
+            return self.ratio
         kind = type(self).__name__
         raise UnsupportedError(f"expected a compressor of one step, as {kind}.at(step) returns, got {self}")
 

@@ -88,7 +88,8 @@ class VectorQuantizer(Compressor):
 
     def book(self) -> np.ndarray:
         """Return the codebook, float32 of shape ``(codewords, dim)``."""
-        return self.derived("book", self._made_book)  # type: ignore[no-any-return]
+        book: np.ndarray = self.derived("book", self._made_book)
+        return book
 
     def _made_book(self) -> np.ndarray:
         if self.codebook is not None:
@@ -98,7 +99,7 @@ class VectorQuantizer(Compressor):
         # Sums of uniform numbers, since transcendental functions differ between machines.
         drawn = hash32(np.arange(12 * count, dtype=np.uint32), keys).reshape(12, count).astype(np.float64)
         book = (drawn.sum(axis=0) / 2**32 - 6.0).reshape(self.codewords, self.dim)
-        return (book / np.sqrt((book**2).sum(axis=1, keepdims=True))).astype(np.float32)
+        return np.asarray((book / np.sqrt((book**2).sum(axis=1, keepdims=True))).astype(np.float32))
 
     def _on_device(self, matrix: np.ndarray, spec: TensorSpec, ops: Ops, like: Array) -> Array:
         (moved,) = ops.from_host([np.ascontiguousarray(matrix.astype(spec.accumulator))], [spec.accumulator], like)

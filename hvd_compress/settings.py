@@ -1,0 +1,31 @@
+"""How compressors and feedback are written down."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from typing import Any
+
+
+class ShortRepr:
+    """Give dataclasses a ``repr`` without the settings that have their default."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # A dataclass makes a repr of its own unless the class has one.
+        if "__repr__" not in vars(cls):
+            cls.__repr__ = ShortRepr.__repr__  # type: ignore[method-assign]
+
+    def __repr__(self) -> str:
+        """Return what to write for an equal one."""
+        shown: list[str] = []
+        positional = True
+        for setting in sorted(fields(self), key=lambda f: f.kw_only):  # type: ignore[arg-type,return-value]
+            value, default = getattr(self, setting.name), setting.default
+            if setting.default_factory is not MISSING:
+                default = setting.default_factory()
+            positional = positional and not setting.kw_only
+            if setting.repr and repr(value) != repr(default):
+                shown.append(repr(value) if positional else f"{setting.name}={value!r}")
+            else:
+                positional = False
+        return f"{type(self).__name__}({', '.join(shown)})"
