@@ -21,8 +21,10 @@ from hvd_compress.compressors import (
     Natural,
     NoCompression,
     OneBit,
+    Policy,
     PowerSGD,
     RandomK,
+    Rule,
     SignSGD,
     Signum,
     Switch,
@@ -43,6 +45,7 @@ from hvd_compress.errors import (
     UnsupportedError,
     WireFormatError,
 )
+from hvd_compress.factory import from_grace, make
 from hvd_compress.feedback import EF21, ErrorFeedback, Feedback, MomentumCorrection
 from hvd_compress.schedule import Steps, warm_up
 from hvd_compress.step import Payload, Slot, Step, TensorSpec
@@ -70,8 +73,10 @@ __all__ = [
     "NonFiniteGradientError",
     "OneBit",
     "Payload",
+    "Policy",
     "PowerSGD",
     "RandomK",
+    "Rule",
     "SignSGD",
     "Signum",
     "Slot",
@@ -88,6 +93,8 @@ __all__ = [
     "VectorQuantizer",
     "WireFormatError",
     "__version__",
+    "from_grace",
+    "make",
     "train_codebook",
     "warm_up",
 ]

@@ -19,6 +19,7 @@ import enum
 import importlib
 import math
 import numbers
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -27,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.feedback import Feedback
+from hvd_compress.feedback import EF21, Feedback, MomentumCorrection
 from hvd_compress.ops.base import Array, Ops
 from hvd_compress.ops.numpy import NumpyOps
 from hvd_compress.policy import Route, SizePolicy
@@ -255,11 +256,18 @@ class Compressor(ShortRepr, abc.ABC):
 
     def settings(self) -> dict[str, str]:
         """Return all settings by qualified name, as ranks compare them."""
-        return {f"{type(self).__name__}.{f.name}": repr(getattr(self, f.name)) for f in fields(self)}
+        # A function is shown with its address, which differs between ranks.
+        values = {f.name: re.sub(r" at 0x[0-9a-f]+", "", repr(getattr(self, f.name))) for f in fields(self)}
+        return {f"{type(self).__name__}.{name}": value for name, value in values.items()}
 
-    def choose(self, name: str | None, spec: TensorSpec) -> Compressor | None:
-        """Return what compresses a parameter; None if it travels dense."""
-        return self if self.compresses(spec) else None
+    @property
+    def has_momentum(self) -> bool:
+        """Whether momentum is accumulated here, so that the optimizer must not do it again."""
+        return isinstance(self.feedback, MomentumCorrection)
+
+    def choose(self, name: str | None, spec: TensorSpec) -> Compressor:
+        """Return the compressor of a parameter: this one, unless it is a ``Policy``."""
+        return self
 
     def at(self, number: int) -> Compressor:
         """Return what compresses step ``number`` of a parameter."""
@@ -272,6 +280,15 @@ class Compressor(ShortRepr, abc.ABC):
             named_parameters: usually ``model.named_parameters()``.
         """
         self.runtime.bound.update(dict(named_parameters))
+
+    def describe(self, model: Any) -> str:
+        """Return a table of what each parameter will do, and of the bytes it sends in a step.
+
+        Args:
+            model: a ``torch.nn.Module``, a Keras model, or ``(name, tensor)`` pairs.
+        """
+        text: str = importlib.import_module("hvd_compress.factory").describe(self, model)
+        return text
 
     def stats(self) -> dict[str, Any]:
         """Return what this rank has sent so far.
@@ -329,8 +346,10 @@ class Compressor(ShortRepr, abc.ABC):
         Twice does no harm.
 
         Raises:
-            UnsupportedError: under TensorFlow.
+            UnsupportedError: under TensorFlow, or with ``EF21``.
         """
+        if isinstance(self.feedback, EF21):
+            raise UnsupportedError("undo_step() expected ErrorFeedback or MomentumCorrection, got EF21")
         self.runtime.undo()
 
     def __getstate__(self) -> dict[str, Any]:

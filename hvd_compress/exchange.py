@@ -47,10 +47,14 @@ class Item:
 
 @dataclass(frozen=True)
 class Gathered:
-    """All ranks' payloads of one tensor: an array of shape ``(ranks, count)`` a section."""
+    """All ranks' payloads of one tensor: an array of shape ``(ranks, count)`` a section.
+
+    ``void`` says that some rank's gradient was not finite, so that nothing of this step counts.
+    """
 
     arrays: Sequence[Array]
     ranks: int
+    void: bool = False
 
 
 class Exchange:
@@ -217,7 +221,7 @@ class Exchange:
         for rank, header in enumerate(headers):
             _check_header(header, layout, rank)
         bad = [(rank, names[h.first_nonfinite]) for rank, h in enumerate(headers) if h.first_nonfinite >= 0]
-        return self._to_device(items, arrays), finite.tolist(), bad
+        return self._to_device(items, arrays, bool(bad)), finite.tolist(), bad
 
     def _to_host(self, items: list[Item]) -> list[np.ndarray]:
         arrays = [array for item in items for array in item.arrays]
@@ -225,7 +229,7 @@ class Exchange:
         host = self._ops.to_host(arrays + flags)
         return [*host[: len(arrays)], np.concatenate([np.ones(0, bool), *host[len(arrays) :]])]
 
-    def _to_device(self, items: list[Item], arrays: list[np.ndarray]) -> dict[str, Gathered]:
+    def _to_device(self, items: list[Item], arrays: list[np.ndarray], void: bool) -> dict[str, Gathered]:
         gathered, start = {}, 0
         sending = [item for item in items if item.sections]
         if not sending:
@@ -234,7 +238,7 @@ class Exchange:
         moved = self._ops.from_host(arrays, dtypes, sending[0].arrays[0])
         for item in sending:
             stop = start + len(item.sections)
-            gathered[item.name] = Gathered(moved[start:stop], len(arrays[start]))
+            gathered[item.name] = Gathered(moved[start:stop], len(arrays[start]), void)
             start = stop
         return gathered
 

@@ -17,6 +17,7 @@ from hvd_compress.base import Collective, Compressor
 from hvd_compress.codec import encode_step, give_back, learn, slots_of
 from hvd_compress.errors import StateError, UnboundTensorError, UnsupportedError
 from hvd_compress.exchange import Exchange, Item
+from hvd_compress.feedback import MomentumCorrection
 from hvd_compress.layout import Declaration, describe
 from hvd_compress.ops.torch import TorchOps
 from hvd_compress.state import RESIDUAL, ParameterState, Scope, process_set_key
@@ -34,6 +35,9 @@ class Dense:
 
     dtype: torch.dtype
     exchange: Exchange | None
+    spec: TensorSpec
+    momentum: MomentumCorrection | None
+    state: ParameterState | None
 
 
 @dataclass(frozen=True)
@@ -82,10 +86,11 @@ def compress(compressor: Compressor, tensor: torch.Tensor) -> tuple[torch.Tensor
     while len(call.positions) > 1 and exchange.has(_name(call)):
         call = replace(call, positions=call.positions[1:])
     chosen = compressor.choose(call.name, spec)
-    if chosen is None:
-        return _compress_dense(compressor, tensor, spec, call, scope, exchange)
-    state = _state(compressor, call, scope)
+    remembers = chosen.compresses(spec) or isinstance(chosen.feedback, MomentumCorrection)
+    state = _state(compressor, call, scope) if remembers else None
     algorithm = chosen.at(0 if state is None else state.steps)
+    if not algorithm.compresses(spec):
+        return _compress_dense(compressor, algorithm, tensor, spec, call, scope, exchange, state)
     if algorithm.collective is Collective.ALLREDUCE:
         return _compress_reduced(compressor, algorithm, tensor, spec, call, scope, exchange, state)
     token = _token(tensor, spec, call)
@@ -105,7 +110,7 @@ def decompress(compressor: Compressor, tensor: torch.Tensor, ctx: Dense | Frozen
     if isinstance(ctx, Dense):
         if ctx.exchange is not None:
             ctx.exchange.settle()
-        return tensor.to(ctx.dtype)
+        return _with_momentum(tensor, ctx).to(ctx.dtype)
     if isinstance(ctx, Frozen):
         ctx.exchange.settle()
         return torch.zeros(ctx.shape, dtype=ctx.dtype, device=ctx.device)
@@ -118,7 +123,7 @@ def decompress(compressor: Compressor, tensor: torch.Tensor, ctx: Dense | Frozen
         )
     gathered = ctx.exchange.collect(ctx.name, ctx.slot)
     total = ctx.algorithm.combine(gathered.arrays, ctx.spec, _OPS)
-    total = _release(ctx.algorithm, total, ctx.state, ctx.spec)
+    total = _release(ctx.algorithm, total, ctx.state, ctx.spec, gathered.void)
     # The token was 1.0 and has been scaled and reduced as the gradient would have been: it is
     # 1 after Average and the number of ranks after Sum.
     if tensor.device == total.device and tensor.device.type != "cpu":
@@ -150,7 +155,7 @@ def _checked_spec(compressor: Compressor, tensor: torch.Tensor, call: Call) -> T
         call.owner is None
         and tensor.requires_grad
         and torch.is_grad_enabled()
-        and compressor.choose(call.name, spec) is not None
+        and compressor.choose(call.name, spec).compresses(spec)
     ):
         raise UnsupportedError(f"{kind} cannot be differentiated through{where}; pass tensor.detach()")
     return spec
@@ -221,6 +226,7 @@ def _check_step(compressor: Compressor, owner: Any) -> None:
             "closure runs; instead call loss.backward(), opt.synchronize(), and opt.step() inside "
             "'with opt.skip_synchronize():'"
         )
+    _warn_of_two_momenta(compressor, owner)
     if "unreduced" in compressor.runtime.warned:
         return
     parameters = [p for group in owner.param_groups for p in group["params"]]
@@ -235,6 +241,21 @@ def _check_step(compressor: Compressor, owner: Any) -> None:
         )
 
 
+def _warn_of_two_momenta(compressor: Compressor, owner: Any) -> None:
+    if "momentum" in compressor.runtime.warned or not compressor.has_momentum:
+        return
+    for group in owner.param_groups:
+        if group.get("momentum") or "betas" in group:
+            compressor.runtime.warned.add("momentum")
+            logger.warning(
+                "%s accumulates momentum itself, and so does the optimizer it is used with (%s); expected an optimizer "
+                "without, such as torch.optim.SGD(..., momentum=0)",
+                type(compressor).__name__,
+                f"momentum={group['momentum']}" if group.get("momentum") else f"betas={group['betas']}",
+            )
+            return
+
+
 def _token(tensor: torch.Tensor, spec: TensorSpec, call: Call) -> torch.Tensor:
     # In a group Horovod wants all tensors on one device, and dense ones may be among them.
     device = tensor.device if call.grouped else torch.device("cpu")
@@ -242,7 +263,14 @@ def _token(tensor: torch.Tensor, spec: TensorSpec, call: Call) -> torch.Tensor:
 
 
 def _compress_dense(
-    compressor: Compressor, tensor: torch.Tensor, spec: TensorSpec, call: Call, scope: Scope, exchange: Exchange
+    compressor: Compressor,
+    algorithm: Compressor,
+    tensor: torch.Tensor,
+    spec: TensorSpec,
+    call: Call,
+    scope: Scope,
+    exchange: Exchange,
+    state: ParameterState | None,
 ) -> tuple[torch.Tensor, Dense]:
     name, watched = _name(call), None
     if call.owner is not None:
@@ -252,7 +280,22 @@ def _compress_dense(
     sent = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
     sent = sent.contiguous()
     count(compressor, scope, name, sent.nbytes, spec)
-    return sent, Dense(tensor.dtype, watched)
+    momentum = algorithm.feedback if isinstance(algorithm.feedback, MomentumCorrection) else None
+    if state is not None:
+        state.steps += 1
+    return sent, Dense(tensor.dtype, watched, spec, momentum, state)
+
+
+@torch.no_grad()
+def _with_momentum(tensor: torch.Tensor, ctx: Dense) -> torch.Tensor:
+    """Return the update of a dense tensor whose momentum is accumulated here, after the average."""
+    if ctx.momentum is None or ctx.state is None:
+        return tensor
+    memory = _fitting(ctx.state, tensor, ctx.spec)
+    update, momentum = ctx.momentum.after_average(memory, tensor, ctx.spec, _OPS)
+    if bool(_OPS.all_finite(momentum)):
+        ctx.state.store({"momentum": momentum})
+    return _OPS.reshape(update, ctx.spec.shape).clone()
 
 
 def _nothing() -> None:
@@ -362,7 +405,7 @@ def _compress_reduced(
 @torch.no_grad()
 def _decompress_reduced(tensor: torch.Tensor, ctx: Reduced) -> torch.Tensor:
     ctx.exchange.settle()
-    spec, state = ctx.spec, ctx.state
+    spec, state, void = ctx.spec, ctx.state, False
     if state is not None and (ctx.give_back is not _nothing or ctx.algorithm.slots(spec)):
         # The same on all ranks, since all have the same sum.
         if not bool(_OPS.all_finite(tensor)):
@@ -370,21 +413,23 @@ def _decompress_reduced(tensor: torch.Tensor, ctx: Reduced) -> torch.Tensor:
             ctx.give_back()
             # What takes turns must take this one again.
             state.steps -= 1
+            void = True
         else:
             ctx.exchange.taken(ctx.name)
             state.store(learn(ctx.algorithm, tensor, state.memory(), spec, _OPS))
     total = ctx.algorithm.decode((tensor, *ctx.common), spec, _OPS)
-    total = _release(ctx.algorithm, total, state, spec)
+    total = _release(ctx.algorithm, total, state, spec, void)
     return _OPS.reshape(_OPS.astype(total, spec.dtype), spec.shape).clone()
 
 
 def _release(
-    algorithm: Compressor, total: torch.Tensor, state: ParameterState | None, spec: TensorSpec
+    algorithm: Compressor, total: torch.Tensor, state: ParameterState | None, spec: TensorSpec, void: bool
 ) -> torch.Tensor:
     if algorithm.feedback is None or state is None:
         return total
     total, new = algorithm.feedback.release(state.memory(), total, spec, _OPS)
-    state.store(new)
+    if not void:
+        state.store(new)
     return total
 
 

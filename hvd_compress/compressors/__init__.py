@@ -8,6 +8,7 @@ from hvd_compress.compressors.casts import BF16, FP16, NoCompression
 from hvd_compress.compressors.dgc import DGC
 from hvd_compress.compressors.levels import QSGD, Int8, TernGrad
 from hvd_compress.compressors.natural import Natural
+from hvd_compress.compressors.policy import Policy, Rule
 from hvd_compress.compressors.powersgd import PowerSGD
 from hvd_compress.compressors.randomk import RandomK
 from hvd_compress.compressors.signs import EFSign, OneBit, SignSGD, Signum
@@ -45,8 +46,10 @@ __all__ = [
     "Natural",
     "NoCompression",
     "OneBit",
+    "Policy",
     "PowerSGD",
     "RandomK",
+    "Rule",
     "SignSGD",
     "Signum",
     "Switch",

@@ -40,7 +40,8 @@ class Sparsifier(Compressor):
         """Return how many elements of such a tensor are sent."""
         # 0.1 * 30 is a little above 3: what is a whole number but for rounding must not be rounded up.
         exact = self._number * spec.numel
-        return max(1, int(math.ceil(exact * (1 - 1e-15))))
+        kept: int = max(1, math.ceil(exact * (1 - 1e-15)))
+        return kept
 
     @property
     def _number(self) -> Any:

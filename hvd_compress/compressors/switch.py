@@ -59,6 +59,11 @@ class Switch(Compressor):
         first = max(n for n in self.compressors if n <= number)
         return self.compressors[first].at(number - first)
 
+    @property
+    def has_momentum(self) -> bool:
+        """Whether any of them accumulates momentum."""
+        return any(c.has_momentum for c in self.compressors.values())
+
     def encode(self, x: Array, spec: TensorSpec, ops: Ops, step: Step = FIRST) -> Payload:
         """Refuse: :meth:`at` says who does it."""
         raise UnsupportedError("Switch does not compress itself; use at(step)")

@@ -23,6 +23,7 @@ LEVELS = [
     {"state"},
     {"base"},
     {"compressors", "codec"},
+    {"factory"},
     {"adapters", "elastic"},
     {"__init__"},
     {"keras"},

@@ -1,0 +1,127 @@
+"""Compressors by name, and what a compressor will do to a model."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from hvd_compress.base import Collective, Compressor
+from hvd_compress.compressors import ALL
+from hvd_compress.errors import ConfigError
+from hvd_compress.feedback import ErrorFeedback, MomentumCorrection
+from hvd_compress.ops.base import ACCUMULATOR, ITEMSIZE
+from hvd_compress.step import TensorSpec
+
+
+def make(name: str, **settings: Any) -> Compressor:
+    """Return a compressor by its name, as in ``make("topk", ratio=0.01)``.
+
+    Args:
+        name: of the class; case, ``-`` and ``_`` do not matter.
+        settings: of the class.
+
+    Raises:
+        ConfigError: there is no such compressor, naming the nearest one, or no such setting.
+    """
+    plain = str(name).lower().replace("-", "").replace("_", "")
+    if plain not in ALL:
+        near = difflib.get_close_matches(plain, ALL, 1, 0.4)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"expected a compressor among {', '.join(ALL)}, got {name!r}{hint}")
+    kind: Callable[..., Compressor] = ALL[plain]
+    try:
+        return kind(**settings)
+    except TypeError as error:
+        raise ConfigError(f"{ALL[plain].__name__} cannot be made of {settings}: {error}") from error
+
+
+_GRACE = {
+    "none": ("none", {}),
+    "fp16": ("fp16", {}),
+    "topk": ("topk", {"compress_ratio": "ratio"}),
+    "randomk": ("randomk", {"compress_ratio": "ratio"}),
+    "dgc": ("dgc", {"compress_ratio": "ratio", "momentum": "momentum"}),
+    "signsgd": ("signsgd", {}),
+    "signum": ("signum", {"momentum": "beta"}),
+    "efsignsgd": ("efsign", {}),
+    "onebit": ("onebit", {}),
+    "natural": ("natural", {}),
+    "terngrad": ("terngrad", {}),
+    "qsgd": ("qsgd", {}),
+    "powersgd": ("powersgd", {"compress_rank": "rank"}),
+}
+_GRACE_MEMORIES = ("none", "residual", "dgc", "powersgd", "efsignsgd")
+
+
+def from_grace(params: Mapping[str, Any]) -> Compressor:
+    """Return the compressor that a ``params`` dict of the GRACE package describes.
+
+    ``compressor``, ``memory``, ``compress_ratio``, ``quantum_num``, ``momentum``,
+    ``compress_rank`` and ``gradient_clipping`` are understood; ``communicator``, ``model`` and
+    ``world_size`` are not needed here.
+
+    Raises:
+        ConfigError: the compressor or memory has no counterpart.
+    """
+    kind, memory = str(params.get("compressor", "none")), str(params.get("memory", "none"))
+    if kind not in _GRACE:
+        near = difflib.get_close_matches(kind, _GRACE, 1, 0.4)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"expected a compressor among {', '.join(_GRACE)}, got {kind!r}{hint}")
+    if memory not in _GRACE_MEMORIES:
+        raise ConfigError(f"expected a memory among {', '.join(_GRACE_MEMORIES)}, got {memory!r}")
+    name, renamed = _GRACE[kind]
+    settings = {ours: params[theirs] for theirs, ours in renamed.items() if theirs in params}
+    if kind == "qsgd":
+        # So many levels to either side of zero.
+        levels = int(params.get("quantum_num", 127))
+        settings.update(bits=min(8, max(2, levels.bit_length() + 1)), norm="l2")
+    if kind == "dgc" and params.get("gradient_clipping"):
+        settings["clip_norm"] = float(params["gradient_clipping"])
+    if kind != "dgc":
+        if memory in ("residual", "powersgd", "efsignsgd"):
+            settings["feedback"] = ErrorFeedback()
+        elif memory == "dgc":
+            settings["feedback"] = MomentumCorrection(float(params.get("momentum", 0.9)))
+        elif kind in ("topk", "efsignsgd", "onebit", "powersgd"):
+            settings["feedback"] = None
+    return make(name, **settings)
+
+
+def describe(compressor: Compressor, model: Any) -> str:
+    """Return a table of what happens to each parameter, and of the bytes a step; see ``Compressor.describe``."""
+    rows = [("parameter", "shape", "how", "dense bytes", "sent bytes")]
+    dense_total = sent_total = 0
+    for name, spec in _parameters(model):
+        chosen = compressor.choose(name, spec)
+        algorithm = chosen.stages[-1] if chosen.compresses(spec) else chosen
+        full = spec.numel * ITEMSIZE[spec.dtype]
+        how, sent = "dense", full
+        if algorithm.compresses(spec):
+            token = 0 if algorithm.collective is Collective.ALLREDUCE else ITEMSIZE["float32"]
+            how, sent = repr(algorithm), sum(section.nbytes for section in algorithm.sections(spec)) + token
+        rows.append((name, "x".join(map(str, spec.shape)), how, f"{full:,}", f"{sent:,}"))
+        dense_total, sent_total = dense_total + full, sent_total + sent
+    ratio = f"{dense_total / sent_total:.1f}x less" if sent_total else ""
+    rows.append(("all", "", ratio, f"{dense_total:,}", f"{sent_total:,}"))
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    return "\n".join(
+        f"{name:{widths[0]}}  {shape:{widths[1]}}  {how:{widths[2]}}  {dense:>{widths[3]}}  {sent:>{widths[4]}}"
+        for name, shape, how, dense, sent in rows
+    )
+
+
+def _parameters(model: Any) -> Iterable[tuple[str, TensorSpec]]:
+    """Yield name and spec of the parameters of a PyTorch or Keras model, or of ``(name, tensor)`` pairs."""
+    if hasattr(model, "named_parameters"):
+        pairs = list(model.named_parameters())
+    elif hasattr(model, "trainable_variables"):
+        pairs = [(getattr(v, "path", v.name), v) for v in model.trainable_variables]
+    else:
+        pairs = list(model)
+    for name, tensor in pairs:
+        dtype = tensor.dtype if isinstance(tensor.dtype, str) else getattr(tensor.dtype, "name", str(tensor.dtype))
+        dtype = dtype.removeprefix("torch.")
+        if dtype in ACCUMULATOR and getattr(tensor, "requires_grad", True):
+            yield name, TensorSpec(tuple(tensor.shape), dtype)
