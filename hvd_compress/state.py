@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvd_compress.errors import StateError
-from hvd_compress.ops.base import Array
+from hvd_compress.ops.base import ACCUMULATOR, Array
 from hvd_compress.telemetry import Telemetry
 
 FORMAT = "hvd_compress.state"
@@ -336,9 +336,9 @@ def _check_entry(key: Any, entry: Any) -> None:
 
 def _check_array(name: str, key: str, array: Any) -> None:
     dtype = str(getattr(array, "dtype", "")).removeprefix("torch.")
-    if dtype not in ("float32", "float64") or len(array.shape) != 1:
+    if dtype not in ACCUMULATOR or len(array.shape) != 1:
         kind = f"{dtype} of shape {tuple(array.shape)}" if dtype else type(array).__name__
-        raise StateError(f"expected a flat float32 or float64 {name} for {key!r}, got {kind}")
+        raise StateError(f"expected a flat {name} of floating-point numbers for {key!r}, got {kind}")
     # They would stay for ever.
     if not bool((abs(array) < math.inf).all()):
         raise StateError(f"expected finite {name}s, got NaN or infinity in that of {key!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -80,6 +81,14 @@ def report_nonfinite(compressor: Compressor, bad: list[tuple[int, str]]) -> None
             "This is said only once.",
             message,
         )
+
+
+def without_feedback(algorithm: Compressor) -> Compressor:
+    """Return the same compressor for a tensor that has no place to remember anything."""
+    if algorithm.feedback is None:
+        return algorithm
+    bare: Compressor = algorithm.derived("without feedback", lambda: dataclasses.replace(algorithm, feedback=None))
+    return bare
 
 
 def warn_unnamed(compressor: Compressor) -> None:

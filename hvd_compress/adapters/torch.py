@@ -12,7 +12,15 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hvd_compress.adapters.callsite import Call, closure_of_step, find_torch_call, is_scaled_step
-from hvd_compress.adapters.common import checked_spec, count, logger, report_nonfinite, settings_of, warn_unnamed
+from hvd_compress.adapters.common import (
+    checked_spec,
+    count,
+    logger,
+    report_nonfinite,
+    settings_of,
+    warn_unnamed,
+    without_feedback,
+)
 from hvd_compress.base import Collective, Compressor
 from hvd_compress.codec import encode_step, give_back, learn, slots_of
 from hvd_compress.errors import StateError, UnboundTensorError, UnsupportedError
@@ -86,7 +94,7 @@ def compress(compressor: Compressor, tensor: torch.Tensor) -> tuple[torch.Tensor
     while len(call.positions) > 1 and exchange.has(_name(call)):
         call = replace(call, positions=call.positions[1:])
     chosen = compressor.choose(call.name, spec)
-    remembers = chosen.compresses(spec) or isinstance(chosen.feedback, MomentumCorrection)
+    remembers = chosen.compresses(spec) or chosen.has_momentum
     state = _state(compressor, call, scope) if remembers else None
     algorithm = chosen.at(0 if state is None else state.steps)
     if not algorithm.compresses(spec):
@@ -340,7 +348,7 @@ def _compressed(
 ) -> tuple[Payload, Callable[[], None]]:
     if state is None:
         # A direct call without a name has no place to remember anything.
-        algorithm, memory, number = _without_feedback(algorithm), _started(algorithm, {}, tensor, spec), 0
+        algorithm, memory, number = without_feedback(algorithm), _started(algorithm, {}, tensor, spec), 0
     else:
         memory, number = _started(algorithm, _fitting(state, tensor, spec), tensor, spec), state.steps
     step = Step(name, number, *place, memory)
@@ -353,12 +361,6 @@ def _compressed(
     if algorithm.feedback is None:
         return payload, _nothing
     return payload, _GiveBack(algorithm, weakref.ref(state), payload, spec)
-
-
-def _without_feedback(algorithm: Compressor) -> Compressor:
-    if algorithm.feedback is None:
-        return algorithm
-    return algorithm.derived("without feedback", lambda: replace(algorithm, feedback=None))  # type: ignore[no-any-return]
 
 
 def _started(

@@ -20,6 +20,10 @@ class Section(Protocol):
         """The dtype of the decoded array."""
 
     @property
+    def count(self) -> int:
+        """Elements of the decoded array."""
+
+    @property
     def nbytes(self) -> int:
         """Bytes on the wire."""
 
@@ -69,6 +73,11 @@ class IndexSection:
     def dtype(self) -> str:
         """Positions are int32."""
         return "int32"
+
+    @property
+    def count(self) -> int:
+        """Positions."""
+        return self.k
 
     @property
     def nbytes(self) -> int:

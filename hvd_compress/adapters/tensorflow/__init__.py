@@ -12,19 +12,20 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
 from hvd_compress.adapters.callsite import find_tensorflow_call
-from hvd_compress.adapters.common import checked_spec, shown_name, warn_unnamed
+from hvd_compress.adapters.common import checked_spec, shown_name, warn_unnamed, without_feedback
+from hvd_compress.adapters.tensorflow.encoding import Encoder
 from hvd_compress.adapters.tensorflow.message import Message
 from hvd_compress.adapters.tensorflow.state import StepCounter, VariableState, after
 from hvd_compress.adapters.tensorflow.target import Target, find_target
-from hvd_compress.base import Compressor
+from hvd_compress.base import Collective, Compressor
 from hvd_compress.errors import UnboundTensorError, UnsupportedError
 from hvd_compress.ops.base import ITEMSIZE
 from hvd_compress.ops.tensorflow import TensorFlowOps
-from hvd_compress.policy import Route
 from hvd_compress.step import Payload, TensorSpec
 
 _OPS = TensorFlowOps()
@@ -36,16 +37,28 @@ class Dense:
 
     dtype: tf.DType
     watched: str
+    momentum: Encoder | None = None
 
 
 @dataclass(frozen=True)
 class Queued:
-    """Context of a compressed tensor."""
+    """Context of a tensor whose payloads are gathered."""
 
-    message: Message
+    messages: list[Message]
     row: tf.Tensor
-    payload: Payload
-    state: VariableState | None
+    finite: tf.Tensor
+    encoder: Encoder
+    device: str
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """Context of a payload that Horovod reduces itself."""
+
+    sent: tf.Tensor
+    finite: tf.Tensor
+    common: list[tf.Tensor]
+    encoder: Encoder
     device: str
 
 
@@ -69,35 +82,136 @@ def compress(compressor: Compressor, tensor: tf.Tensor) -> tuple[tf.Tensor, Any]
             f"{type(compressor).__name__} expected a tensor of known shape for {target.name!r}, got {tensor.shape}"
         )
     spec = checked_spec(compressor, hvd, call.op, target.name, shape, _OPS.dtype(tensor))
-    if compressor.policy.route(spec.shape) is Route.DENSE:
-        return _compress_dense(compressor, tensor, spec, target)
+    chosen = compressor.choose(target.name, spec)
+    state = _state(compressor, target) if remembers(chosen, spec) else None
+    place = call.process_set.rank(), call.process_set.size()
+    encoder = Encoder(chosen if state is not None else without_feedback(chosen), spec, state, target.name, place)
+    if not encoder.first.compresses(spec):
+        return _compress_dense(compressor, tensor, spec, target, encoder)
     device = tensor.device if target.variable is None else target.variable.device
     with tf.device(device):
-        payload, state = _encode(compressor, tensor, spec, target)
-    message = Message(compressor, target, spec, state)
-    row, token = message.pack(payload)
-    return token, Queued(message, row, payload, state, device)
+        encoder.start(tensor, device)
+        if encoder.first.collective is Collective.ALLREDUCE:
+            return _compress_reduced(compressor, tensor, target, encoder, device)
+        return _compress_gathered(compressor, tensor, target, encoder, device)
 
 
-def decompress(compressor: Compressor, tensor: tf.Tensor, ctx: Dense | Queued) -> tf.Tensor:
+def decompress(compressor: Compressor, tensor: tf.Tensor, ctx: Dense | Queued | Reduced) -> tf.Tensor:
     """Implement ``Compressor.decompress`` for TensorFlow; ``tensor`` is what Horovod has reduced."""
     if isinstance(ctx, Dense):
-        if ctx.watched:
-            tensor = tf.debugging.check_numerics(tensor, ctx.watched)
-        return tf.cast(tensor, ctx.dtype)
-    message, spec = ctx.message, ctx.message.spec
-    rows = message.gather(ctx.row)
-    arrays, bad = message.unpack(rows)
+        return _decompress_dense(tensor, ctx)
     with tf.device(ctx.device):
-        restored = _give_back(compressor, ctx, tf.size(bad) > 0)
+        total = _gathered(tensor, ctx) if isinstance(ctx, Queued) else _reduced(tensor, ctx)
+        spec = ctx.encoder.spec
+        return _OPS.reshape(_OPS.astype(total, spec.dtype), spec.shape)
+
+
+def remembers(chosen: Compressor, spec: TensorSpec) -> bool:
+    """Tell whether something is remembered of such a parameter."""
+    return chosen.compresses(spec) or chosen.has_momentum
+
+
+def _compress_gathered(
+    compressor: Compressor, tensor: tf.Tensor, target: Target, encoder: Encoder, device: str
+) -> tuple[tf.Tensor, Queued]:
+    spec, state, memory = encoder.spec, encoder.state, encoder.memory()
+    messages = [Message(compressor, stage, target, spec, state) for stage in encoder.stages]
+
+    def one(number: int, algorithm: Compressor) -> list[tf.Tensor]:
+        payload, new = encoder.encode(algorithm, tensor, memory)
+        # What is sent must not overtake the update.
+        with after(tf.group(*new) if new else tf.constant(False)):
+            row, token = messages[number].pack(payload)
+        return [row, token, payload.finite, *new]
+
+    row, token, finite, *new = encoder.staged(one)
+    with after(encoder.remember(new)):
+        row, token, finite = tf.identity(row), tf.identity(token), tf.identity(finite)
+    return tf.ensure_shape(token, [1]), Queued(messages, row, finite, encoder, device)
+
+
+def _gathered(token: tf.Tensor, ctx: Queued) -> tf.Tensor:
+    encoder, spec = ctx.encoder, ctx.encoder.spec
+    # The exchange itself takes place on the host.
+    with tf.device(None):
+        rows = ctx.messages[0].gather(ctx.row)
+
+    def unpacked(number: int, algorithm: Compressor) -> list[tf.Tensor]:
+        message = ctx.messages[number]
+        arrays, bad = message.unpack(rows)
+        spoiled = tf.size(bad) > 0
+        restored = encoder.give_back_if(
+            tf.logical_and(spoiled, ctx.finite), lambda _: Payload(message.own(ctx.row), ctx.finite)
+        )
         with after(restored):
-            # Only now, so that an error that is raised finds the residuals restored.
+            # Only now, so that an error that is raised finds what is remembered restored.
             arrays = message.reported(arrays, bad)
-        total = compressor.combine(arrays, spec, _OPS)
-        # The token was 1.0 and has been scaled and reduced as the gradient would have been.
-        ranks = tf.cast(rows.shape[0] or tf.shape(rows)[0], spec.accumulator)
-        factor = tf.reshape(tf.cast(tensor, spec.accumulator), []) / ranks
-        return _OPS.reshape(_OPS.astype(_OPS.scale_(total, factor), spec.dtype), spec.shape)
+        return [algorithm.combine(arrays, spec, _OPS), spoiled]
+
+    total, spoiled = encoder.staged(unpacked)
+    total = encoder.release(tf.ensure_shape(total, [spec.numel]), spoiled)
+    # The token was 1.0 and has been scaled and reduced as the gradient would have been.
+    ranks = tf.cast(rows.shape[0] or tf.shape(rows)[0], spec.accumulator)
+    factor = tf.reshape(tf.cast(token, spec.accumulator), []) / ranks
+    return _OPS.scale_(total, factor)
+
+
+def _compress_reduced(
+    compressor: Compressor, tensor: tf.Tensor, target: Target, encoder: Encoder, device: str
+) -> tuple[tf.Tensor, Reduced]:
+    spec, memory = encoder.spec, encoder.memory()
+
+    def one(number: int, algorithm: Compressor) -> list[tf.Tensor]:
+        payload, new = encoder.encode(algorithm, tensor, memory)
+        (array,) = payload.arrays
+        common = [
+            tf.convert_to_tensor(x) if tf.is_tensor(x) else tf.constant(x, spec.accumulator) for x in payload.common
+        ]
+        # Other ranks must hear of NaN even if it was not among what is sent.
+        sent = tf.where(payload.finite, array, tf.constant(float("nan"), array.dtype))
+        return [sent, payload.finite, *new, *common]
+
+    sent, finite, *rest = encoder.staged(one)
+    new, common = rest[: encoder.remembered], rest[encoder.remembered :]
+    section = encoder.first.sections(spec)[0]
+    sent = tf.ensure_shape(sent, [section.nbytes // ITEMSIZE[section.dtype]])
+    counted = count_step(compressor, target, encoder, sent, spec)
+    with after(tf.group(encoder.remember(new), counted)):
+        sent, finite = tf.identity(sent), tf.identity(finite)
+        common = [tf.identity(x) for x in common]
+    return sent, Reduced(sent, finite, common, encoder, device)
+
+
+def count_step(compressor: Compressor, target: Target, encoder: Encoder, sent: tf.Tensor, spec: TensorSpec) -> Any:
+    """Count a step of a tensor that Horovod reduces, and its bytes; returns an operation."""
+    shown, telemetry = shown_name(target.scope, target.name), compressor.runtime.telemetry
+    sent_bytes, dense_bytes = sent.shape[0] * sent.dtype.size, spec.numel * ITEMSIZE[spec.dtype]
+
+    def run(_: Any) -> Any:
+        if encoder.state is not None:
+            encoder.state.steps += 1
+        telemetry.count(shown, sent_bytes, dense_bytes)
+        return np.array(True)
+
+    return tf.numpy_function(run, [sent[:1]], tf.bool)
+
+
+def _reduced(tensor: tf.Tensor, ctx: Reduced) -> tf.Tensor:
+    encoder, spec = ctx.encoder, ctx.encoder.spec
+    spoiled = tf.logical_not(_OPS.all_finite(tensor))
+    with after(encoder.take_back_step_if(spoiled)):
+        spoiled = tf.identity(spoiled)
+    restored = encoder.give_back_if(
+        tf.logical_and(spoiled, ctx.finite), lambda _: Payload((ctx.sent,), ctx.finite, tuple(ctx.common))
+    )
+
+    def decoded(number: int, algorithm: Compressor) -> list[tf.Tensor]:
+        with after(encoder.learn(algorithm, tensor)):
+            return [algorithm.decode((tensor, *ctx.common), spec, _OPS)]
+
+    with after(restored):
+        (total,) = encoder.staged(decoded)
+    return encoder.release(tf.ensure_shape(total, [spec.numel]), spoiled)
 
 
 def _refuse_xla(compressor: Compressor) -> None:
@@ -109,7 +223,7 @@ def _refuse_xla(compressor: Compressor) -> None:
 
 
 def _compress_dense(
-    compressor: Compressor, tensor: tf.Tensor, spec: TensorSpec, target: Target
+    compressor: Compressor, tensor: tf.Tensor, spec: TensorSpec, target: Target, encoder: Encoder
 ) -> tuple[tf.Tensor, Dense]:
     # Horovod has no bfloat16.
     sent = tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor
@@ -121,26 +235,25 @@ def _compress_dense(
     watched = ""
     if compressor.on_nonfinite == "raise":
         watched = f"NonFiniteGradientError: NaN or infinity in the gradient of {target.name!r} on some rank"
-    return sent, Dense(tensor.dtype, watched)
+    momentum = None
+    if encoder.state is not None and encoder.first.has_momentum:
+        encoder.start(tensor, tensor.device if target.variable is None else target.variable.device)
+        momentum = encoder
+    return sent, Dense(tensor.dtype, watched, momentum)
 
 
-def _encode(
-    compressor: Compressor, tensor: tf.Tensor, spec: TensorSpec, target: Target
-) -> tuple[Payload, VariableState | None]:
-    """Compress one tensor and update its residual."""
-    state = _state(compressor, target)
-    if state is None or compressor.feedback is None:
-        return compressor.encode(_OPS.astype(_OPS.flatten(tensor), spec.accumulator), spec, _OPS), state
-    variable = state.materialise(spec, tensor.device if target.variable is None else target.variable.device)
-    residual = variable.read_value()
-    x = compressor.feedback.compensate(residual, tensor, _OPS)
-    payload = compressor.encode(x, spec, _OPS)
-    remainder = compressor.add_(x, payload, spec, _OPS, -1)
-    kept = compressor.feedback.keep(residual, remainder, payload.finite, _OPS)
-    # What is sent must not overtake the update.
-    with after(variable.assign(kept, read_value=False)):
-        arrays = tuple(tf.identity(array) for array in payload.arrays)
-        return Payload(arrays, tf.identity(payload.finite)), state
+def _decompress_dense(tensor: tf.Tensor, ctx: Dense) -> tf.Tensor:
+    if ctx.watched:
+        tensor = tf.debugging.check_numerics(tensor, ctx.watched)
+    if ctx.momentum is not None:
+        # Momentum of a dense tensor is accumulated after the average.
+        encoder, feedback = ctx.momentum, ctx.momentum.first.feedback
+        memory, spec = encoder.memory(), ctx.momentum.spec
+        update, momentum = feedback.after_average(memory, tensor, spec, _OPS)  # type: ignore[union-attr]
+        kept = tf.where(_OPS.all_finite(momentum), momentum, memory["momentum"])
+        with after(encoder.store({"momentum": kept})):
+            tensor = _OPS.reshape(tf.identity(update), spec.shape)
+    return tf.cast(tensor, ctx.dtype)
 
 
 def _state(compressor: Compressor, target: Target) -> VariableState | None:
@@ -154,17 +267,3 @@ def _state(compressor: Compressor, target: Target) -> VariableState | None:
         )
     warn_unnamed(compressor)
     return None
-
-
-def _give_back(compressor: Compressor, ctx: Queued, spoiled: tf.Tensor) -> tf.Tensor:
-    """Put what was sent back into the residual if another rank's gradient was not finite."""
-    if ctx.state is None or compressor.feedback is None:
-        return tf.constant(False)
-    variable, spec = ctx.state.variable, ctx.message.spec
-
-    def restore() -> tf.Tensor:
-        restored = compressor.add_(variable.read_value(), ctx.payload, spec, _OPS, 1)
-        with after(variable.assign(restored, read_value=False)):
-            return tf.constant(True)
-
-    return tf.cond(tf.logical_and(spoiled, ctx.payload.finite), restore, lambda: tf.constant(False))

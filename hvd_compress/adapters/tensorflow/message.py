@@ -30,14 +30,21 @@ class Message:
     Its functions are called by TensorFlow's threads, with NumPy arrays.
     """
 
-    def __init__(self, compressor: Compressor, target: Target, spec: TensorSpec, state: VariableState | None) -> None:
+    def __init__(
+        self,
+        compressor: Compressor,
+        algorithm: Compressor,
+        target: Target,
+        spec: TensorSpec,
+        state: VariableState | None,
+    ) -> None:
         self.spec = spec
         self._state = state
         self._compressor = compressor
         self._channel = target.channel
         self._name = target.name
         self._shown = shown_name(target.scope, target.name)
-        self._sections = list(compressor.sections(spec))
+        self._sections = list(algorithm.sections(spec))
         self._layout = Layout.of(
             settings_of(compressor), [(target.name, spec.shape, spec.dtype, tuple(self._sections))]
         )
@@ -68,7 +75,20 @@ class Message:
             # A resource that all exchanges have in common makes TensorFlow run them one after the other.
             with after(channel.order.assign_add(1, read_value=False)):
                 rows = tf.numpy_function(self._gather, [row], tf.uint8)
-        return tf.ensure_shape(rows, [None if is_elastic() else channel.process_set.size(), self._length])
+        return tf.ensure_shape(rows, [None if is_elastic() else channel.process_set.size(), row.shape[1]])
+
+    def own(self, row: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        """Return the arrays that this rank has packed."""
+        dtypes = [tf.uint16 if s.dtype == "bfloat16" else tf.as_dtype(s.dtype) for s in self._sections]
+        arrays = tf.numpy_function(self._decode, [row], dtypes)
+        arrays = arrays if isinstance(arrays, (list, tuple)) else [arrays]
+        sections = list(zip(arrays, self._sections, strict=True))
+        for array, section in sections:
+            array.set_shape([1, section.count])
+        return tuple(tf.bitcast(x[0], tf.bfloat16) if s.dtype == "bfloat16" else x[0] for x, s in sections)
+
+    def _decode(self, rows: np.ndarray) -> list[np.ndarray]:
+        return [x.astype(x.dtype.newbyteorder("="), copy=False) for x in wire.decode_body(rows, self._sections)]
 
     def unpack(self, rows: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Return an array of shape ``(ranks, count)`` a section, and the ranks whose tensor was not finite."""
@@ -76,7 +96,7 @@ class Message:
         *arrays, bad = tf.numpy_function(self._unpack, [rows], [*dtypes, tf.int32])
         shaped = []
         for array, section in zip(arrays, self._sections, strict=True):
-            array.set_shape([rows.shape[0], None])
+            array.set_shape([rows.shape[0], section.count])
             shaped.append(tf.bitcast(array, tf.bfloat16) if section.dtype == "bfloat16" else array)
         return shaped, tf.ensure_shape(bad, [None])
 
@@ -125,8 +145,7 @@ class Message:
         bad = [rank for rank, header in enumerate(headers) if header.first_nonfinite >= 0]
         if self._compressor.on_nonfinite != "raise":
             self._report(np.array(bad))
-        native = [x.astype(x.dtype.newbyteorder("="), copy=False) for x in wire.decode_body(rows, self._sections)]
-        return *native, np.array(bad, np.int32)
+        return *self._decode(rows), np.array(bad, np.int32)
 
     def _report(self, bad: np.ndarray) -> np.ndarray:
         if bad.size:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from hvd_compress.errors import StateError
-from hvd_compress.state import ParameterState
-from hvd_compress.step import TensorSpec
+from hvd_compress.state import RESIDUAL, ParameterState
+from hvd_compress.step import Slot
 from hvd_compress.transport.horovod import in_fresh_thread
 
 
@@ -29,50 +30,84 @@ class StepCounter:
 
 
 class VariableState(ParameterState):
-    """A residual in a ``tf.Variable``, made when a graph first needs it; ``residual`` is its value on the host."""
+    """What is remembered of a parameter, in a ``tf.Variable`` each, made when a graph first needs them.
+
+    As a :class:`ParameterState` it gives and takes their values on the host.
+    """
 
     def __init__(self, name: str) -> None:
-        self._variable: tf.Variable | None = None
-        self._loaded: np.ndarray | None = None
+        self._variables: dict[str, tf.Variable] = {}
+        self._loaded: dict[str, np.ndarray] = {}
         super().__init__(name)
 
     @property
     def residual(self) -> np.ndarray | None:  # type: ignore[override]
-        """The value, float32 or float64; None before the first step."""
-        return self._loaded if self._variable is None else self._variable.numpy()
+        """The residual; None before the first step."""
+        return self._values().get(RESIDUAL)
 
     @residual.setter
     def residual(self, value: Any) -> None:
-        loaded = None if value is None else np.asarray(value)
-        if self._variable is None:
-            self._loaded = loaded
-        else:
-            self._variable.assign(np.zeros(self._variable.shape) if loaded is None else loaded)
+        self._set(RESIDUAL, value)
 
     @property
-    def variable(self) -> tf.Variable:
-        """The variable; :meth:`materialise` has been called."""
-        return self._variable
+    def slots(self) -> dict[str, np.ndarray]:  # type: ignore[override]
+        """What else is remembered."""
+        return {name: value for name, value in self._values().items() if name != RESIDUAL}
 
-    def materialise(self, spec: TensorSpec, device: str) -> tf.Variable:
-        """Return the variable, made on ``device`` at the first call.
+    @slots.setter
+    def slots(self, values: dict[str, Any]) -> None:
+        for name in {*self._variables, *self._loaded, *values} - {RESIDUAL}:
+            self._set(name, values.get(name))
+
+    def store(self, new: dict[str, Any]) -> None:
+        """Replace what has changed."""
+        for name, value in new.items():
+            self._set(name, value)
+
+    def _values(self) -> dict[str, np.ndarray]:
+        kept = {name: variable.numpy() for name, variable in self._variables.items()}
+        # NumPy has no bfloat16 of its own.
+        kept = {name: x.astype(np.float32) if x.dtype.itemsize == 2 else x for name, x in kept.items()}
+        return {**self._loaded, **kept}
+
+    def _set(self, name: str, value: Any) -> None:
+        value = None if value is None else np.asarray(value)
+        variable = self._variables.get(name)
+        if variable is not None:
+            variable.assign(tf.cast(np.zeros(variable.shape) if value is None else value, variable.dtype))
+        elif value is None:
+            self._loaded.pop(name, None)
+        else:
+            self._loaded[name] = value
+
+    def variable(self, name: str) -> tf.Variable:
+        """Return a variable for which :meth:`materialise` was called."""
+        return self._variables[name]
+
+    def materialise(self, slots: Sequence[Slot], device: str) -> None:
+        """Make the variables of these slots on ``device``, those that are not there yet.
 
         Raises:
             StateError: what was loaded has another size.
         """
-        if self._variable is None:
-            start = np.zeros(spec.numel, spec.accumulator) if self._loaded is None else self._loaded
-            if start.shape != (spec.numel,):
+        for slot in slots:
+            if slot.name in self._variables:
+                continue
+            start = self._loaded.get(slot.name)
+            if start is None:
+                start = np.zeros(slot.count, np.float32)
+            if start.shape != (slot.count,):
                 raise StateError(
-                    f"expected {spec.numel} elements in the residual of {self.name!r}, got {start.shape[0]}: "
+                    f"expected {slot.count} elements in the {slot.name} of {self.name!r}, got {start.shape[0]}: "
                     "the loaded state is of another model"
                 )
-            self._variable = make_variable(start.astype(spec.accumulator), "hvd_compress_residual", device)
-            self._loaded = None
-        return self._variable
+            self._variables[slot.name] = make_variable(start, f"hvd_compress_{slot.name}", device, slot.dtype)
+            self._loaded.pop(slot.name, None)
+            if slot.common:
+                self.common.add(slot.name)
 
 
-def make_variable(value: np.ndarray, name: str, device: str) -> tf.Variable:
+def make_variable(value: np.ndarray, name: str, device: str, dtype: str | None = None) -> tf.Variable:
     """Return a new variable, wherever this is called from.
 
     ``tf.function`` allows new variables in its first trace only, and ``tf.init_scope`` does
@@ -81,7 +116,8 @@ def make_variable(value: np.ndarray, name: str, device: str) -> tf.Variable:
 
     def make() -> tf.Variable:
         with tf.device(device):
-            return tf.Variable(value, trainable=False, name=name)
+            start = value if dtype is None else tf.cast(value, dtype)
+            return tf.Variable(start, trainable=False, name=name)
 
     return in_fresh_thread(make).result()
 

@@ -16,8 +16,8 @@ from hvd_compress.base import Compressor
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.identity import WeakIdDictionary
 from hvd_compress.layout import compare, describe
-from hvd_compress.policy import Route
 from hvd_compress.state import Runtime, Scope, process_set_key
+from hvd_compress.step import TensorSpec
 from hvd_compress.transport.base import Transport
 from hvd_compress.transport.choose import open_transport
 from hvd_compress.transport.horovod import HorovodTransport
@@ -147,7 +147,9 @@ def _register(compressor: Compressor, scope: Scope, channel: Channel, call: Tens
     try:
         _agree(compressor, channel, runtime.next_exchange(process_set_key(channel.process_set)), entries)
         for variable in new:
-            if compressor.policy.route(tuple(variable.shape)) is Route.EXCHANGE:
+            name, spec = channel.names[variable], TensorSpec(tuple(variable.shape.as_list()), variable.dtype.name)
+            chosen = compressor.choose(name, spec)
+            if chosen.compresses(spec) or chosen.has_momentum:
                 runtime.entry(scope, variable, channel.names[variable], VariableState)
         runtime.check_all_restored_used(scope)
     except BaseException:
