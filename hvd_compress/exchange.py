@@ -34,6 +34,7 @@ class Item:
         arrays: the payload, one array for each section, on the tensor's device.
         finite: 0-d boolean on the tensor's device.
         give_back: returns to the residual what this item took out of it.
+        counted: called with the payload's bytes, for one whose size varies.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Item:
     arrays: Sequence[Array]
     finite: Array
     give_back: Callable[[], None]
+    counted: Callable[[int], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,11 @@ class Exchange:
         *payload, finite = self._to_host(items)
         rows = self._gather(layout, payload, finite, slot)
         headers = [wire.decode_header(row) for row in rows]
-        arrays = wire.decode_body(rows, layout.sections)
+        if layout.variable:
+            self._count(items, payload)
+            arrays = wire.decode_bodies([row[wire.HEADER_BYTES :] for row in rows], layout.sections)
+        else:
+            arrays = wire.decode_body(np.asarray(rows), layout.sections)
         names = [item.name for item in items]
         for rank, header in enumerate(headers):
             _check_header(header, layout, rank)
@@ -228,6 +234,14 @@ class Exchange:
         flags = [self._ops.reshape(item.finite, (1,)) for item in items]
         host = self._ops.to_host(arrays + flags)
         return [*host[: len(arrays)], np.concatenate([np.ones(0, bool), *host[len(arrays) :]])]
+
+    def _count(self, items: list[Item], payload: list[np.ndarray]) -> None:
+        start = 0
+        for item in items:
+            stop = start + len(item.sections)
+            if item.counted is not None:
+                item.counted(wire.encode_body(item.sections, payload[start:stop]).nbytes)
+            start = stop
 
     def _to_device(self, items: list[Item], arrays: list[np.ndarray], void: bool) -> dict[str, Gathered]:
         gathered, start = {}, 0
@@ -242,7 +256,7 @@ class Exchange:
             start = stop
         return gathered
 
-    def _gather(self, layout: Layout, payload: list[np.ndarray], finite: np.ndarray, slot: str) -> np.ndarray:
+    def _gather(self, layout: Layout, payload: list[np.ndarray], finite: np.ndarray, slot: str) -> Sequence[np.ndarray]:
         if self._transport is None:
             if self._declaration is not None:
                 self._declaration.check(wait=True)
@@ -257,28 +271,37 @@ class Exchange:
             changed = agreed.digest != layout.digest
             kind = wire.Kind.LAYOUT_CHANGED if changed else wire.Kind.DATA
             message = self._message(kind, agreed, step, payload, finite)
-            rows = self._send(transport, message, what)
+            rows = self._send(transport, message, agreed.variable, what)
             headers = [wire.decode_header(row) for row in rows]
             _check_steps(headers)
             if all(header.kind is wire.Kind.DATA for header in headers):
                 return rows
-            self._telemetry.overhead_bytes += agreed.body_bytes
+            self._telemetry.overhead_bytes += message.nbytes - wire.HEADER_BYTES
         sent = check_agreement(transport, layout, what)
         self._telemetry.handshake_bytes += sent
         self._agreed[slot] = layout
-        return self._send(transport, self._message(wire.Kind.DATA, layout, step, payload, finite), what)
+        message = self._message(wire.Kind.DATA, layout, step, payload, finite)
+        return self._send(transport, message, layout.variable, what)
 
     def _message(
         self, kind: wire.Kind, layout: Layout, step: int, payload: list[np.ndarray], finite: np.ndarray
     ) -> np.ndarray:
-        body = layout.body_bytes if kind is wire.Kind.DATA else 0
-        first_bad = -1 if kind is not wire.Kind.DATA or finite.all() else int(np.argmin(finite))
-        header = wire.Header(kind, layout.digest, step, body, first_bad)
-        sections = layout.sections if body else ()
-        return wire.encode_message(header, sections, payload if body else (), wire.HEADER_BYTES + layout.body_bytes)
+        data = kind is wire.Kind.DATA
+        first_bad = -1 if not data or finite.all() else int(np.argmin(finite))
+        if layout.variable:
+            body = wire.encode_body(layout.sections, payload) if data else np.empty(0, np.uint8)
+            return wire.frame(wire.Header(kind, layout.digest, step, body.nbytes, first_bad), body)
+        length = layout.body_bytes
+        header = wire.Header(kind, layout.digest, step, length if data else 0, first_bad)
+        sections = layout.sections if data else ()
+        return wire.encode_message(header, sections, payload if data else (), wire.HEADER_BYTES + length)
 
-    def _send(self, transport: Transport, message: np.ndarray, what: str) -> np.ndarray:
-        rows = transport.allgather(message, what)
+    def _send(self, transport: Transport, message: np.ndarray, variable: bool, what: str) -> Sequence[np.ndarray]:
+        rows: Sequence[np.ndarray]
+        if variable:
+            rows = [np.frombuffer(data, np.uint8) for data in transport.allgather_any(message.tobytes(), what)]
+        else:
+            rows = transport.allgather(message, what)  # type: ignore[assignment]
         self._telemetry.exchanges += 1
         self._telemetry.exchange_bytes += message.nbytes
         self._telemetry.overhead_bytes += wire.HEADER_BYTES

@@ -37,8 +37,13 @@ class Layout:
         return [section for _, _, _, sections in self.entries for section in sections]
 
     @property
+    def variable(self) -> bool:
+        """Whether the length of a message's body depends on the data."""
+        return wire.is_variable(self.sections)
+
+    @property
     def body_bytes(self) -> int:
-        """Bytes of a message's body."""
+        """Bytes of a message's body, at most if it varies."""
         return sum(section.nbytes for section in self.sections)
 
     def names(self) -> str:

@@ -33,6 +33,7 @@ from hvd_compress.step import Payload, Step, TensorSpec
 from hvd_compress.transport.base import Transport
 from hvd_compress.transport.choose import open_transport
 from hvd_compress.transport.horovod import HorovodTransport
+from hvd_compress.wire import is_variable
 
 _OPS = TorchOps()
 
@@ -108,8 +109,11 @@ def compress(compressor: Compressor, tensor: torch.Tensor) -> tuple[torch.Tensor
         return token, Frozen(exchange, tensor.shape, tensor.dtype, tensor.device)
     item = _encode(algorithm, tensor, spec, _name(call), state, _place(call))
     exchange.submit(item)
-    payload_bytes = sum(section.nbytes for section in item.sections)
-    count(compressor, scope, item.name, payload_bytes + token.nbytes, spec)
+    if is_variable(item.sections):
+        item.counted = lambda nbytes: count(compressor, scope, item.name, nbytes + token.nbytes, spec)
+    else:
+        payload_bytes = sum(section.nbytes for section in item.sections)
+        count(compressor, scope, item.name, payload_bytes + token.nbytes, spec)
     return token, Queued(exchange, item.name, _slot(call), spec, algorithm, state)
 
 

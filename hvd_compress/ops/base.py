@@ -75,11 +75,24 @@ class Ops(Protocol):
         larger than every number, in an order among themselves that is left open.
         """
 
+    def above(self, x: Array, threshold: Array, capacity: int) -> tuple[Array, Array, Array]:
+        """Return the elements whose magnitudes are above a threshold, and at least the largest one.
+
+        Args:
+            x: numbers.
+            threshold: one-element array.
+            capacity: the largest ones are returned if there are more.
+
+        Returns:
+            Their number (int32, one element), ascending int32 positions and values, both of
+            ``capacity`` elements with zeros after those that count.
+        """
+
     def take(self, x: Array, indices: Array) -> Array:
         """Return ``x[indices]``."""
 
     def scatter_add_(self, x: Array, indices: Array, values: Array) -> Array:
-        """Add ``values`` to ``x`` at ``indices``, which must be distinct."""
+        """Add ``values`` to ``x`` at ``indices``, which must be distinct, but where zeros are added."""
 
     def fold(self, function: Callable[..., Array], initial: Array, arrays: Sequence[Array]) -> Array:
         """Return ``function(...function(initial, *rows[0])..., *rows[-1])`` along the arrays' first axis, in order."""
@@ -106,6 +119,12 @@ class Ops(Protocol):
 
     def sqrt(self, x: Array) -> Array:
         """Return the square roots."""
+
+    def log(self, x: Array) -> Array:
+        """Return the natural logarithms."""
+
+    def exp(self, x: Array) -> Array:
+        """Return the exponentials."""
 
     def clip(self, x: Array, low: Any, high: Any) -> Array:
         """Limit to a range; the limits are numbers or arrays that broadcast."""

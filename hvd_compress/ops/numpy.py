@@ -86,6 +86,16 @@ class NumpyOps:
         chosen[ties[: k - above]] = True
         return np.flatnonzero(chosen).astype(np.int32)
 
+    def above(self, x: np.ndarray, threshold: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Select by a threshold."""
+        magnitudes = np.abs(x)
+        chosen = np.flatnonzero(~(magnitudes <= threshold[0]))
+        if not 1 <= len(chosen) <= capacity:
+            chosen = self.top_k(x, 1 if not len(chosen) else capacity)
+        indices, values = np.zeros(capacity, np.int32), np.zeros(capacity, x.dtype)
+        indices[: len(chosen)], values[: len(chosen)] = chosen, x[chosen]
+        return np.array([len(chosen)], np.int32), indices, values
+
     def take(self, x: np.ndarray, indices: np.ndarray) -> np.ndarray:
         """Return ``x[indices]``."""
         taken: np.ndarray = x[indices]
@@ -94,7 +104,7 @@ class NumpyOps:
     def scatter_add_(self, x: np.ndarray, indices: np.ndarray, values: np.ndarray) -> np.ndarray:
         """Add at distinct positions."""
         with np.errstate(over="ignore", invalid="ignore"):
-            x[indices] += values
+            np.add.at(x, indices, values)
         return x
 
     def fold(
@@ -132,6 +142,14 @@ class NumpyOps:
     def sqrt(self, x: np.ndarray) -> np.ndarray:
         """Return the square roots."""
         return np.asarray(np.sqrt(x))
+
+    def log(self, x: np.ndarray) -> np.ndarray:
+        """Return the natural logarithms."""
+        return np.asarray(np.log(x))
+
+    def exp(self, x: np.ndarray) -> np.ndarray:
+        """Return the exponentials."""
+        return np.asarray(np.exp(x))
 
     def clip(self, x: np.ndarray, low: Any, high: Any) -> np.ndarray:
         """Limit to a range."""

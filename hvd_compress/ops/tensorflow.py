@@ -103,6 +103,19 @@ class TensorFlowOps:
         start = tf.gather(tf.cast(chosen, tf.float64), tf.cast(block, tf.int32)) * width
         return _ascending(start + (within - block * width))
 
+    def above(self, x: tf.Tensor, threshold: tf.Tensor, capacity: int) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Select by a threshold."""
+        indices = self.top_k(x, capacity)
+        taken = tf.gather(x, indices)
+        sizes = tf.abs(taken)
+        largest = tf.equal(tf.range(capacity, dtype=tf.int64), tf.argmax(sizes))
+        valid = tf.logical_or(tf.logical_not(sizes <= threshold), largest)
+        order = tf.argsort(tf.cast(tf.logical_not(valid), tf.int32), stable=True)
+        valid = tf.gather(valid, order)
+        indices = tf.where(valid, tf.gather(indices, order), 0)
+        taken = tf.where(valid, tf.gather(taken, order), tf.zeros([], x.dtype))
+        return tf.reshape(tf.reduce_sum(tf.cast(valid, tf.int32)), [1]), indices, taken
+
     def take(self, x: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
         """Return ``x[indices]``."""
         return tf.gather(x, indices)
@@ -157,6 +170,14 @@ class TensorFlowOps:
     def sqrt(self, x: tf.Tensor) -> tf.Tensor:
         """Return the square roots."""
         return tf.sqrt(x)
+
+    def log(self, x: tf.Tensor) -> tf.Tensor:
+        """Return the natural logarithms."""
+        return tf.math.log(x)
+
+    def exp(self, x: tf.Tensor) -> tf.Tensor:
+        """Return the exponentials."""
+        return tf.exp(x)
 
     def clip(self, x: tf.Tensor, low: Any, high: Any) -> tf.Tensor:
         """Limit to a range."""

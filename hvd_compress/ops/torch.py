@@ -99,6 +99,27 @@ class TorchOps:
         chosen = above | (ties & (ties.cumsum(0, dtype=torch.int32) <= missing))
         return torch.nonzero_static(chosen, size=k).view(-1).to(torch.int32)
 
+    def above(
+        self, x: torch.Tensor, threshold: torch.Tensor, capacity: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Select by a threshold."""
+        magnitudes = x.abs()
+        if x.device.type in _NOTHING_TO_WAIT_FOR:
+            chosen = (~(magnitudes <= threshold)).nonzero().view(-1)
+            if not 1 <= chosen.numel() <= capacity:
+                chosen = self.top_k(x, 1 if not chosen.numel() else capacity)
+            padding = (0, capacity - chosen.numel())
+            indices = torch.nn.functional.pad(chosen.to(torch.int32), padding)
+            values = torch.nn.functional.pad(x.index_select(0, chosen), padding)
+            return torch.tensor([chosen.numel()], dtype=torch.int32), indices, values
+        indices = self.top_k(x, capacity)
+        taken = x.index_select(0, indices)
+        largest = torch.arange(capacity, device=x.device) == taken.abs().argmax()
+        valid = ~(taken.abs() <= threshold) | largest
+        order = (~valid).to(torch.int32).argsort(stable=True)
+        indices = torch.where(valid[order], indices[order], 0)
+        return valid.sum(dtype=torch.int32)[None], indices, torch.where(valid[order], taken[order], 0)
+
     def take(self, x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         """Return ``x[indices]``."""
         return x.index_select(0, indices)
@@ -169,6 +190,14 @@ class TorchOps:
     def sqrt(self, x: torch.Tensor) -> torch.Tensor:
         """Return the square roots."""
         return x.sqrt()
+
+    def log(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the natural logarithms."""
+        return x.log()
+
+    def exp(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the exponentials."""
+        return x.exp()
 
     def clip(self, x: torch.Tensor, low: Any, high: Any) -> torch.Tensor:
         """Limit to a range."""

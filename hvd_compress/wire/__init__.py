@@ -1,7 +1,8 @@
 """The bytes that ranks exchange.
 
-**Message.**  Once a step every rank contributes one message; all messages of a step have
-the same length, which each rank knows beforehand.  All integers are little-endian.
+**Message.**  Once a step every rank contributes one message; unless there are counted
+sections, all messages of a step have the same length, which each rank knows beforehand.
+All integers are little-endian.
 
 ======  ====  =====================================================================
 offset  size  field
@@ -18,7 +19,7 @@ offset  size  field
 32            body: the sections of all tensors in layout order, without gaps
 ======  ====  =====================================================================
 
-**Sections.**  A section's length depends on the layout alone, never on the data.
+**Sections.**  But for counted ones, a section's length depends on the layout alone.
 
 *Array*: ``count`` elements of one dtype, little-endian; bfloat16 as its 16 bits.
 
@@ -31,6 +32,10 @@ part ``h`` sets bit ``h + i`` of a second field, ``k + ((n - 1) >> l)`` bits lon
 zero bits to a whole byte.  This takes about ``l + 2`` to ``l + 3`` bits a position: 12 at a
 ratio of 0.001, where a plain int32 takes 32.
 
+*Count*: an int32, followed by *counted* sections, which are arrays or index sets of so many
+elements (of none, no bytes).  A layout that has them fixes no length: the ranks then exchange
+the lengths of their messages first, 8 bytes each.
+
 A reader checks everything (magic, version, lengths, number of positions, order, range,
 padding) and raises :class:`~hvd_compress.errors.WireFormatError` before any position is
 used.  The values themselves are not checked: NaN and infinity are legal.
@@ -40,22 +45,34 @@ from hvd_compress.wire.codec import (
     HEADER_BYTES,
     Header,
     Kind,
+    decode_bodies,
     decode_body,
     decode_header,
+    encode_body,
     encode_message,
+    frame,
+    is_variable,
+    split_messages,
 )
 from hvd_compress.wire.indices import index_bytes
-from hvd_compress.wire.sections import ArraySection, IndexSection, Section
+from hvd_compress.wire.sections import ArraySection, CountedSection, CountSection, IndexSection, Section
 
 __all__ = [
     "HEADER_BYTES",
     "ArraySection",
+    "CountSection",
+    "CountedSection",
     "Header",
     "IndexSection",
     "Kind",
     "Section",
+    "decode_bodies",
     "decode_body",
     "decode_header",
+    "encode_body",
     "encode_message",
+    "frame",
     "index_bytes",
+    "is_variable",
+    "split_messages",
 ]

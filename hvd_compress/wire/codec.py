@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hvd_compress.errors import WireFormatError
-from hvd_compress.wire.sections import Section
+from hvd_compress.wire.sections import CountedSection, CountSection, Section
 
 _MAGIC = b"HVDC"
 _VERSION = 1
@@ -47,22 +47,22 @@ def encode_message(
     message = np.zeros(length, np.uint8)
     if HEADER_BYTES + header.body_bytes > length:
         raise WireFormatError(f"expected a body of at most {length - HEADER_BYTES} bytes, got {header.body_bytes}")
-    packed = _HEADER.pack(
-        _MAGIC,
-        _VERSION,
-        header.kind,
-        0,
-        header.layout,
-        header.first_nonfinite,
-        header.step & 0xFFFFFFFF,
-        header.body_bytes,
-    )
-    message[:HEADER_BYTES] = np.frombuffer(packed, np.uint8)
+    message[:HEADER_BYTES] = _packed(header)
     start = HEADER_BYTES
     for section, array in zip(sections, arrays, strict=True):
         message[start : start + section.nbytes] = section.encode(array)
         start += section.nbytes
     return message
+
+
+def frame(header: Header, body: np.ndarray) -> np.ndarray:
+    """Return the message of a body that :func:`encode_body` has made."""
+    return np.concatenate([_packed(header), body])
+
+
+def _packed(header: Header) -> np.ndarray:
+    fields = (header.layout, header.first_nonfinite, header.step & 0xFFFFFFFF, header.body_bytes)
+    return np.frombuffer(_HEADER.pack(_MAGIC, _VERSION, header.kind, 0, *fields), np.uint8)
 
 
 def decode_header(message: np.ndarray) -> Header:
@@ -91,6 +91,25 @@ def decode_header(message: np.ndarray) -> Header:
     return Header(Kind(kind), layout, step, body_bytes, first_nonfinite)
 
 
+def split_messages(joined: np.ndarray) -> list[np.ndarray]:
+    """Split messages that follow each other, by the lengths in their headers.
+
+    Raises:
+        WireFormatError: the last one is cut.
+    """
+    messages, start = [], 0
+    while start < joined.nbytes:
+        if joined.nbytes - start < HEADER_BYTES:
+            raise WireFormatError(f"expected a header of {HEADER_BYTES} bytes, got {joined.nbytes - start}")
+        *_, body_bytes = _HEADER.unpack(joined[start : start + HEADER_BYTES].tobytes())
+        stop = start + HEADER_BYTES + body_bytes
+        if stop > joined.nbytes:
+            raise WireFormatError(f"expected a body of {body_bytes} bytes, got {joined.nbytes - start - HEADER_BYTES}")
+        messages.append(joined[start:stop])
+        start = stop
+    return messages
+
+
 def decode_body(messages: np.ndarray, sections: Sequence[Section]) -> list[np.ndarray]:
     """Decode the bodies of all ranks' messages, uint8 of shape ``(ranks, length)``.
 
@@ -106,4 +125,64 @@ def decode_body(messages: np.ndarray, sections: Sequence[Section]) -> list[np.nd
     for section in sections:
         arrays.append(section.decode(messages[:, start : start + section.nbytes]))
         start += section.nbytes
+    return arrays
+
+
+def is_variable(sections: Sequence[Section]) -> bool:
+    """Tell whether the length of the body depends on the data."""
+    return any(isinstance(section, CountSection) for section in sections)
+
+
+def encode_body(sections: Sequence[Section], arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Return a body whose length depends on the data, as uint8.
+
+    Raises:
+        WireFormatError: an array does not fit its section.
+    """
+    parts, count = [np.empty(0, np.uint8)], 0
+    for section, array in zip(sections, arrays, strict=True):
+        if isinstance(section, CountSection):
+            parts.append(section.encode(array))
+            count = int(array[0])
+        elif not isinstance(section, CountedSection):
+            parts.append(section.encode(array))
+        elif count:
+            parts.append(section.exact(count).encode(array[:count]))
+    return np.concatenate(parts)
+
+
+def decode_bodies(bodies: Sequence[np.ndarray], sections: Sequence[Section]) -> list[np.ndarray]:
+    """Decode bodies whose lengths depend on the data, one for each rank.
+
+    Returns one array of shape ``(ranks, count)`` for every section.
+
+    Raises:
+        WireFormatError: a length is wrong or a section is malformed.
+    """
+    decoded = [_decode_variable(body, sections, rank) for rank, body in enumerate(bodies)]
+    return [np.stack(rows) for rows in zip(*decoded, strict=True)]
+
+
+def _decode_variable(body: np.ndarray, sections: Sequence[Section], rank: int) -> list[np.ndarray]:
+    arrays: list[np.ndarray] = []
+    start = count = 0
+    for section in sections:
+        exact: Section | None = section
+        if isinstance(section, CountedSection):
+            exact = section.exact(count) if count else None
+        stop = start + (exact.nbytes if exact is not None else 0)
+        if stop > body.nbytes:
+            raise WireFormatError(f"expected at least {stop} bytes in the body of rank {rank}, got {body.nbytes}")
+        array = np.zeros(0, np.int32) if exact is None else exact.decode(body[None, start:stop])[0]
+        if isinstance(section, CountSection):
+            count = int(array[0])
+        if isinstance(section, CountedSection):
+            host = "uint16" if section.dtype == "bfloat16" else section.dtype
+            padded = np.zeros(section.capacity, host)
+            padded[: len(array)] = array
+            array = padded
+        arrays.append(array)
+        start = stop
+    if start != body.nbytes:
+        raise WireFormatError(f"expected {start} bytes in the body of rank {rank}, got {body.nbytes}")
     return arrays

@@ -93,3 +93,70 @@ class IndexSection:
     def decode(self, rows: np.ndarray) -> np.ndarray:
         """Decode and check the positions of every row."""
         return decode_indices(rows, self.n, self.k)
+
+
+@dataclass(frozen=True)
+class CountSection:
+    """How many elements the counted sections after it hold, at most ``capacity``."""
+
+    capacity: int
+
+    dtype = "int32"
+    count = 1
+    nbytes = 4
+
+    def encode(self, array: np.ndarray) -> np.ndarray:
+        """Encode the number."""
+        if array.shape != (1,) or not 0 <= int(array[0]) <= self.capacity:
+            raise WireFormatError(f"expected one number from 0 to {self.capacity}, got {array!r}")
+        return array.astype("<i4").view(np.uint8)
+
+    def decode(self, rows: np.ndarray) -> np.ndarray:
+        """Decode and check the number of every row."""
+        counts = rows.copy().view("<i4")
+        if ((counts < 0) | (counts > self.capacity)).any():
+            raise WireFormatError(f"expected a number from 0 to {self.capacity}, got {counts.reshape(-1).tolist()}")
+        return counts
+
+
+@dataclass(frozen=True)
+class CountedSection:
+    """The first elements of an array of ``capacity``, as many as the :class:`CountSection` before says.
+
+    ``kind`` is a dtype, or ``"indices"`` for ascending positions below ``n``.  On the device the
+    array always has ``capacity`` elements, zeros after those that count.
+    """
+
+    kind: str
+    capacity: int
+    n: int = 0
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the array."""
+        return "int32" if self.kind == "indices" else self.kind
+
+    @property
+    def count(self) -> int:
+        """Elements of the array."""
+        return self.capacity
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire at most."""
+        if self.kind == "indices":
+            # The code of fewer positions can take a little more, but never than this.
+            return 4 * self.capacity
+        return self.capacity * ITEMSIZE[self.kind]
+
+    def exact(self, count: int) -> IndexSection | ArraySection:
+        """Return the section of so many elements, at least one."""
+        return IndexSection(self.n, count) if self.kind == "indices" else ArraySection(self.kind, count)
+
+    def encode(self, array: np.ndarray) -> np.ndarray:
+        """Refuse: the number is needed."""
+        raise WireFormatError("a counted section is encoded together with its count")
+
+    def decode(self, rows: np.ndarray) -> np.ndarray:
+        """Refuse: the number is needed."""
+        raise WireFormatError("a counted section is decoded together with its count")

@@ -146,13 +146,13 @@ def _gathered(token: tf.Tensor, ctx: Queued) -> tf.Tensor:
         with after(restored):
             # Only now, so that an error that is raised finds what is remembered restored.
             arrays = message.reported(arrays, bad)
-        return [algorithm.combine(arrays, spec, _OPS), spoiled]
+        ranks = tf.constant(arrays[0].shape[0]) if arrays[0].shape[0] else tf.shape(arrays[0])[0]
+        return [algorithm.combine(arrays, spec, _OPS), spoiled, ranks]
 
-    total, spoiled = encoder.staged(unpacked)
+    total, spoiled, ranks = encoder.staged(unpacked)
     total = encoder.release(tf.ensure_shape(total, [spec.numel]), spoiled)
     # The token was 1.0 and has been scaled and reduced as the gradient would have been.
-    ranks = tf.cast(rows.shape[0] or tf.shape(rows)[0], spec.accumulator)
-    factor = tf.reshape(tf.cast(token, spec.accumulator), []) / ranks
+    factor = tf.reshape(tf.cast(token, spec.accumulator), []) / tf.cast(ranks, spec.accumulator)
     return _OPS.scale_(total, factor)
 
 

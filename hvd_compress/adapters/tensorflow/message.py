@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,7 @@ class Message:
         self._layout = Layout.of(
             settings_of(compressor), [(target.name, spec.shape, spec.dtype, tuple(self._sections))]
         )
+        self._variable = self._layout.variable
         self._length = wire.HEADER_BYTES + self._layout.body_bytes
         plain = re.sub(r"[^A-Za-z0-9.]", "_", self._shown)
         # The names of operations allow few characters; what was replaced must not make two names equal.
@@ -62,10 +64,10 @@ class Message:
         token = tf.float64 if self.spec.dtype == "float64" else tf.float32
         arrays = [tf.bitcast(x, tf.uint16) if x.dtype == tf.bfloat16 else x for x in payload.arrays]
         row, one = tf.numpy_function(self._pack, [payload.finite, *arrays], [tf.uint8, token])
-        return tf.ensure_shape(row, [1, self._length]), tf.ensure_shape(one, [1])
+        return tf.ensure_shape(row, [None] if self._variable else [1, self._length]), tf.ensure_shape(one, [1])
 
     def gather(self, row: tf.Tensor) -> tf.Tensor:
-        """Return all ranks' messages, uint8 of shape ``(ranks, length)``."""
+        """Return all ranks' messages, uint8 of shape ``(ranks, length)``, or one after the other if lengths vary."""
         channel = self._channel
         if channel.transport is None:
             hvd = importlib.import_module("horovod.tensorflow")
@@ -75,20 +77,32 @@ class Message:
             # A resource that all exchanges have in common makes TensorFlow run them one after the other.
             with after(channel.order.assign_add(1, read_value=False)):
                 rows = tf.numpy_function(self._gather, [row], tf.uint8)
-        return tf.ensure_shape(rows, [None if is_elastic() else channel.process_set.size(), row.shape[1]])
+        return tf.ensure_shape(rows, [None] if self._variable else [self._ranks, row.shape[1]])
+
+    @property
+    def _ranks(self) -> int | None:
+        """How many ranks there are, if that is known when the graph is made."""
+        return None if is_elastic() else self._channel.process_set.size()
 
     def own(self, row: tf.Tensor) -> tuple[tf.Tensor, ...]:
         """Return the arrays that this rank has packed."""
         dtypes = [tf.uint16 if s.dtype == "bfloat16" else tf.as_dtype(s.dtype) for s in self._sections]
-        arrays = tf.numpy_function(self._decode, [row], dtypes)
+        arrays = tf.numpy_function(lambda row: self._decode(self._split(row)), [row], dtypes)
         arrays = arrays if isinstance(arrays, (list, tuple)) else [arrays]
         sections = list(zip(arrays, self._sections, strict=True))
         for array, section in sections:
             array.set_shape([1, section.count])
         return tuple(tf.bitcast(x[0], tf.bfloat16) if s.dtype == "bfloat16" else x[0] for x, s in sections)
 
-    def _decode(self, rows: np.ndarray) -> list[np.ndarray]:
-        return [x.astype(x.dtype.newbyteorder("="), copy=False) for x in wire.decode_body(rows, self._sections)]
+    def _split(self, rows: np.ndarray) -> Sequence[np.ndarray]:
+        return wire.split_messages(rows) if self._variable else rows  # type: ignore[return-value]
+
+    def _decode(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+        if self._variable:
+            arrays = wire.decode_bodies([row[wire.HEADER_BYTES :] for row in rows], self._sections)
+        else:
+            arrays = wire.decode_body(np.asarray(rows), self._sections)
+        return [x.astype(x.dtype.newbyteorder("="), copy=False) for x in arrays]
 
     def unpack(self, rows: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Return an array of shape ``(ranks, count)`` a section, and the ranks whose tensor was not finite."""
@@ -96,7 +110,7 @@ class Message:
         *arrays, bad = tf.numpy_function(self._unpack, [rows], [*dtypes, tf.int32])
         shaped = []
         for array, section in zip(arrays, self._sections, strict=True):
-            array.set_shape([rows.shape[0], section.count])
+            array.set_shape([self._ranks, section.count])
             shaped.append(tf.bitcast(array, tf.bfloat16) if section.dtype == "bfloat16" else array)
         return shaped, tf.ensure_shape(bad, [None])
 
@@ -110,27 +124,36 @@ class Message:
     def _pack(self, finite: np.ndarray, *arrays: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         runtime = self._compressor.runtime
         step = runtime.sent[self._shown] = runtime.sent.get(self._shown, -1) + 1
-        header = wire.Header(wire.Kind.DATA, self._layout.digest, step, self._layout.body_bytes, -1 if finite else 0)
-        message = wire.encode_message(header, self._sections, arrays, self._length)
+        body = wire.encode_body(self._sections, arrays) if self._variable else None
+        body_bytes = self._layout.body_bytes if body is None else body.nbytes
+        header = wire.Header(wire.Kind.DATA, self._layout.digest, step, body_bytes, -1 if finite else 0)
+        if body is None:
+            message = wire.encode_message(header, self._sections, arrays, self._length)[None]
+        else:
+            message = wire.frame(header, body)
         if self._state is not None:
             self._state.steps += 1
         _WATCH.begin(self._shown, self._channel.process_set)
         telemetry = runtime.telemetry
         token = np.ones(1, np.float64 if self.spec.dtype == "float64" else np.float32)
-        sent, dense = self._layout.body_bytes + token.nbytes, self.spec.numel * ITEMSIZE[self.spec.dtype]
+        sent, dense = body_bytes + token.nbytes, self.spec.numel * ITEMSIZE[self.spec.dtype]
         telemetry.count(self._shown, sent, dense)
         telemetry.exchanges += 1
-        telemetry.exchange_bytes += self._length
+        telemetry.exchange_bytes += message.nbytes
         telemetry.overhead_bytes += wire.HEADER_BYTES
-        return message[None], token
+        return message, token
 
     def _gather(self, row: np.ndarray) -> np.ndarray:
         transport: Any = self._channel.transport
-        rows: np.ndarray = transport.allgather(row[0], f"the exchange of {self._name!r}")
+        what = f"the exchange of {self._name!r}"
+        if self._variable:
+            return np.frombuffer(b"".join(transport.allgather_any(row.tobytes(), what)), np.uint8)
+        rows: np.ndarray = transport.allgather(row[0], what)
         return rows
 
-    def _unpack(self, rows: np.ndarray) -> tuple[np.ndarray, ...]:
+    def _unpack(self, gathered: np.ndarray) -> tuple[np.ndarray, ...]:
         _WATCH.end(self._shown)
+        rows = self._split(gathered)
         headers = [wire.decode_header(row) for row in rows]
         for rank, header in enumerate(headers):
             if header.layout != self._layout.digest:
