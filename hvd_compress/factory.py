@@ -41,6 +41,7 @@ _GRACE = {
     "fp16": ("fp16", {}),
     "topk": ("topk", {"compress_ratio": "ratio"}),
     "randomk": ("randomk", {"compress_ratio": "ratio"}),
+    "threshold": ("threshold", {"threshold": "tau"}),
     "dgc": ("dgc", {"compress_ratio": "ratio", "momentum": "momentum"}),
     "signsgd": ("signsgd", {}),
     "signum": ("signum", {"momentum": "beta"}),
@@ -57,7 +58,7 @@ _GRACE_MEMORIES = ("none", "residual", "dgc", "powersgd", "efsignsgd")
 def from_grace(params: Mapping[str, Any]) -> Compressor:
     """Return the compressor that a ``params`` dict of the GRACE package describes.
 
-    ``compressor``, ``memory``, ``compress_ratio``, ``quantum_num``, ``momentum``,
+    ``compressor``, ``memory``, ``compress_ratio``, ``threshold``, ``quantum_num``, ``momentum``,
     ``compress_rank`` and ``gradient_clipping`` are understood; ``communicator``, ``model`` and
     ``world_size`` are not needed here.
 
@@ -84,7 +85,7 @@ def from_grace(params: Mapping[str, Any]) -> Compressor:
             settings["feedback"] = ErrorFeedback()
         elif memory == "dgc":
             settings["feedback"] = MomentumCorrection(float(params.get("momentum", 0.9)))
-        elif kind in ("topk", "efsignsgd", "onebit", "powersgd"):
+        elif kind in ("topk", "threshold", "efsignsgd", "onebit", "powersgd"):
             settings["feedback"] = None
     return make(name, **settings)
 

@@ -5,6 +5,7 @@ go through it.
 """
 
 from hvd_compress.compressors.casts import BF16, FP16, NoCompression
+from hvd_compress.compressors.coordinated import CoordinatedTopK
 from hvd_compress.compressors.dgc import DGC
 from hvd_compress.compressors.levels import QSGD, Int8, TernGrad
 from hvd_compress.compressors.natural import Natural
@@ -12,7 +13,9 @@ from hvd_compress.compressors.policy import Policy, Rule
 from hvd_compress.compressors.powersgd import PowerSGD
 from hvd_compress.compressors.randomk import RandomK
 from hvd_compress.compressors.signs import EFSign, OneBit, SignSGD, Signum
+from hvd_compress.compressors.svd import SVD
 from hvd_compress.compressors.switch import Switch
+from hvd_compress.compressors.threshold import AdaptiveThreshold, Threshold
 from hvd_compress.compressors.topk import TopK
 from hvd_compress.compressors.vector import VectorQuantizer, train_codebook
 
@@ -22,6 +25,9 @@ ALL = {
     "bf16": BF16,
     "topk": TopK,
     "randomk": RandomK,
+    "threshold": Threshold,
+    "adaptivethreshold": AdaptiveThreshold,
+    "coordinatedtopk": CoordinatedTopK,
     "dgc": DGC,
     "int8": Int8,
     "qsgd": QSGD,
@@ -33,6 +39,7 @@ ALL = {
     "onebit": OneBit,
     "vectorquantizer": VectorQuantizer,
     "powersgd": PowerSGD,
+    "svd": SVD,
 }
 
 __all__ = [
@@ -41,6 +48,9 @@ __all__ = [
     "DGC",
     "FP16",
     "QSGD",
+    "SVD",
+    "AdaptiveThreshold",
+    "CoordinatedTopK",
     "EFSign",
     "Int8",
     "Natural",
@@ -54,6 +64,7 @@ __all__ = [
     "Signum",
     "Switch",
     "TernGrad",
+    "Threshold",
     "TopK",
     "VectorQuantizer",
     "train_codebook",

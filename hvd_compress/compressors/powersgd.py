@@ -114,7 +114,7 @@ class PowerSGD(Compressor):
         else:
             if self.phase == "first":
                 count = rank * columns
-                draw = functools.partial(self._start_vectors, step.key, count, spec.accumulator)
+                draw = functools.partial(start_vectors, self.seed, step.key, count, spec.accumulator)
                 start = step.on_host(draw, spec.accumulator, (count,), ops, x)
             else:
                 start = ops.first(step.memory["factor"], rank * columns)
@@ -146,11 +146,12 @@ class PowerSGD(Compressor):
         """Keep what all ranks have sent, for the next step; its scale does not matter."""
         return {"factor": ops.copy(ops.astype(reduced, spec.accumulator))}
 
-    def _start_vectors(self, key: str, count: int, dtype: str, _: int) -> np.ndarray:
-        """Return random numbers, about normally distributed, the same on all ranks."""
-        keys = Step(key).keys(self.seed, "start", shared=True)
-        drawn = hash32(np.arange(4 * count, dtype=np.uint32), keys).reshape(4, count).astype(np.float64)
-        return np.asarray((drawn.sum(axis=0) / 2**32 - 2.0).astype(dtype))
+
+def start_vectors(seed: int, key: str, count: int, dtype: str, _: int) -> np.ndarray:
+    """Return random numbers, about normally distributed, the same on all ranks and in every step."""
+    keys = Step(key).keys(seed, "start", shared=True)
+    drawn = hash32(np.arange(4 * count, dtype=np.uint32), keys).reshape(4, count).astype(np.float64)
+    return np.asarray((drawn.sum(axis=0) / 2**32 - 2.0).astype(dtype))
 
 
 def orthonormal(vectors: Array, ops: Ops) -> Array:

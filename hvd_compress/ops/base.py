@@ -159,6 +159,15 @@ class Ops(Protocol):
     def take_rows(self, x: Array, positions: Array) -> Array:
         """Return rows of ``x``."""
 
+    def clear_rows(self, x: Array, positions: Array) -> Array:
+        """Return a copy of ``x`` with zeros in some rows."""
+
+    def add_rows(self, x: Array, positions: Array, rows: Array) -> Array:
+        """Return ``x`` with ``rows`` added at distinct positions; may change ``x``."""
+
+    def svd(self, a: Array) -> tuple[Array, Array, Array]:
+        """Return ``u, s, vt`` with ``a = u @ diag(s) @ vt``, the singular values in descending order."""
+
     # --- Matrices -------------------------------------------------------------------
 
     def matmul(self, a: Array, b: Array) -> Array:

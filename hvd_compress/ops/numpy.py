@@ -195,6 +195,22 @@ class NumpyOps:
         """Return rows."""
         return np.asarray(x[positions])
 
+    def clear_rows(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Return a copy with zeros in some rows."""
+        cleared = x.copy()
+        cleared[positions] = 0
+        return cleared
+
+    def add_rows(self, x: np.ndarray, positions: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Add to some rows."""
+        x[positions] += rows
+        return x
+
+    def svd(self, a: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the singular value decomposition."""
+        u, s, vt = np.linalg.svd(a, full_matrices=False)
+        return u, s, vt
+
     def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """Multiply matrices."""
         with np.errstate(over="ignore", invalid="ignore"):

@@ -224,6 +224,20 @@ class TensorFlowOps:
         """Return rows."""
         return tf.gather(x, tf.cast(positions, tf.int64))
 
+    def clear_rows(self, x: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
+        """Return ``x`` with zeros in some rows."""
+        zeros = tf.zeros([int(positions.shape[0]), int(x.shape[1])], x.dtype)
+        return tf.tensor_scatter_nd_update(x, _column(positions), zeros)
+
+    def add_rows(self, x: tf.Tensor, positions: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+        """Add to some rows."""
+        return tf.tensor_scatter_nd_add(x, _column(positions), rows)
+
+    def svd(self, a: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Return the singular value decomposition."""
+        s, u, v = tf.linalg.svd(a)
+        return u, s, tf.transpose(v)
+
     def matmul(self, a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
         """Multiply matrices."""
         return tf.matmul(a, b)

@@ -244,6 +244,19 @@ class TorchOps:
         """Return rows."""
         return x.index_select(0, positions.to(torch.int64))
 
+    def clear_rows(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return a copy with zeros in some rows."""
+        return x.index_fill(0, positions.to(torch.int64), 0)
+
+    def add_rows(self, x: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Add to some rows."""
+        return x.index_add(0, positions.to(torch.int64), rows)
+
+    def svd(self, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the singular value decomposition."""
+        u, s, vt = torch.linalg.svd(a, full_matrices=False)
+        return u, s, vt
+
     def matmul(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """Multiply matrices."""
         return a @ b
