@@ -40,7 +40,8 @@ class Sparsifier(Compressor):
         """Return how many elements of such a tensor are sent."""
         # 0.1 * 30 is a little above 3: what is a whole number but for rounding must not be rounded up.
         exact = self._number * spec.numel
-        return max(1, int(math.ceil(exact * (1 - 1e-15))))
+        kept: int = max(1, math.ceil(exact * (1 - 1e-15)))
+        return kept
 
     @property
     def _number(self) -> Any:
@@ -71,5 +72,11 @@ class Sparsifier(Compressor):
         """Return the compressor of this step."""
         if callable(self.ratio):
             ratio = self.ratio(number)
-            return self.derived(("ratio", ratio), lambda: replace(self, ratio=ratio))  # type: ignore[no-any-return]
+            # All parameters of a step ask for the same; keeping those of all steps would fill the memory.
+            at_last: dict[Any, Compressor] = self.derived("at last", dict)
+            if ratio not in at_last:
+                made = replace(self, ratio=ratio)
+                at_last.clear()
+                at_last[ratio] = made
+            return at_last[ratio]
         return super().at(number)
