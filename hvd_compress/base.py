@@ -76,6 +76,8 @@ class Compressor(ShortRepr, abc.ABC):
     on_nonfinite: str = field(default="propagate", kw_only=True)
 
     collective = Collective.ALLGATHER
+    #: Whether :meth:`combine` returns the sum of what is decoded; a vote does not.
+    additive = True
 
     def __new__(cls, *args: Any, **settings: Any) -> Any:
         """Refuse settings that the compressor has not.

@@ -21,6 +21,10 @@ class NoCompression(Compressor):
     compression starts.
     """
 
+    def sections(self, spec: TensorSpec) -> Sequence[Section]:
+        """The elements."""
+        return (ArraySection(spec.dtype, spec.numel),)
+
     @property
     def unbiased(self) -> bool:
         """Nothing is lost."""

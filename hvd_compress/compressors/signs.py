@@ -43,6 +43,8 @@ class SignSGD(Compressor):
         min_numel, seed, transport, on_nonfinite: see :class:`~hvd_compress.base.Compressor`.
     """
 
+    additive = False
+
     def sections(self, spec: TensorSpec) -> Sequence[Section]:
         """Bits, and whether any element was not zero."""
         return ArraySection("uint8", (spec.numel + 7) // 8), ArraySection(spec.accumulator, 1)

@@ -23,7 +23,7 @@ LEVELS = [
     {"state"},
     {"base"},
     {"compressors", "codec"},
-    {"adapters", "elastic"},
+    {"adapters", "elastic", "testing"},
     {"__init__"},
     {"keras"},
 ]
