@@ -77,6 +77,8 @@ class Compressor(ShortRepr, abc.ABC):
     on_nonfinite: str = field(default="propagate", kw_only=True)
 
     collective = Collective.ALLGATHER
+    #: Whether :meth:`combine` returns the sum of what is decoded; a vote does not.
+    additive = True
 
     def __new__(cls, *args: Any, **settings: Any) -> Any:
         """Refuse settings that the compressor has not.
@@ -173,6 +175,21 @@ class Compressor(ShortRepr, abc.ABC):
     def learn(self, reduced: Array, memory: Mapping[str, Array], spec: TensorSpec, ops: Ops) -> dict[str, Array]:
         """Return the slots that change with what Horovod has reduced (``Collective.ALLREDUCE`` only)."""
         return {}
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether the expectation of what is decoded is the tensor itself.
+
+        It is a claim; :func:`hvd_compress.testing.check_compressor` tests it.
+        """
+        return False
+
+    def delta(self, spec: TensorSpec) -> float:
+        """Return a proven contraction: ``||x - C(x)||^2 <= (1 - delta) ||x||^2``, in expectation if it draws.
+
+        Above 0, error feedback converges.  It is a claim as well, up to rounding.
+        """
+        return 0.0
 
     def compresses(self, spec: TensorSpec) -> bool:
         """Tell whether such a tensor is compressed; otherwise it travels dense."""
@@ -360,6 +377,17 @@ class Compressor(ShortRepr, abc.ABC):
         for name, value in state.items():
             object.__setattr__(self, name, value)
         self._start()
+
+
+def is_quantiser(values: Any) -> bool:
+    """Tell whether this can compress what another compressor has selected, having no state and one stage."""
+    if not isinstance(values, Compressor) or values.collective is not Collective.ALLGATHER:
+        return False
+    try:
+        alone = len(values.stages) == 1 and values.stages[0] is values
+    except UnsupportedError:
+        return False
+    return alone and not values.slots(TensorSpec((1, 1), "float32"))
 
 
 def _found_sections(compressor: Compressor, spec: TensorSpec) -> Sequence[Section]:

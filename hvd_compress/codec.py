@@ -29,14 +29,19 @@ def encode_step(
         gradient: of any shape; it is not changed.
         spec: its shape and dtype.
         ops: its framework's operations.
-        step: with what is remembered in ``memory``, in the accumulation dtype; feedback's slots
-            that do not exist yet may be missing.
+        step: with what is remembered in ``memory``, in the accumulation dtype; what does not
+            exist yet may be missing.
 
     Returns:
         The payload, and the new values of all slots.  If the gradient holds NaN or infinity
         they are the old ones: one infinity that entered a residual would stay there for ever.
     """
-    feedback, memory = compressor.feedback, step.memory
+    memory = dict(step.memory)
+    for slot in compressor.slots(spec):
+        # Another compressor, of an earlier step, may have had one of the same name.
+        if slot.name not in memory or ops.shape(memory[slot.name]) != (slot.count,):
+            memory[slot.name] = ops.zeros(slot.count, slot.dtype, gradient)
+    feedback, step = compressor.feedback, dataclasses.replace(step, memory=memory)
     new: dict[str, Array]
     if feedback is None:
         x = ops.astype(ops.flatten(gradient), spec.accumulator)

@@ -11,7 +11,8 @@
     ├── TransportError (RuntimeError)    the exchange could not be set up or failed
     │   └── ExchangeTimeoutError         an exchange took longer than HVD_COMPRESS_TIMEOUT
     ├── NonFiniteGradientError (ArithmeticError)  NaN or infinity, with on_nonfinite="raise"
-    └── StateError (ValueError)          a state_dict that does not fit
+    ├── StateError (ValueError)          a state_dict that does not fit
+    └── ContractError (AssertionError)   a compressor that does not pass hvd_compress.testing
 
 Each also derives from the built-in class in brackets, so that callers who do not know
 this package can still catch it.
@@ -61,3 +62,7 @@ class NonFiniteGradientError(HvdCompressError, ArithmeticError):
 
 class StateError(HvdCompressError, ValueError):
     """A ``state_dict`` that does not belong to this compressor, model, rank or world size."""
+
+
+class ContractError(HvdCompressError, AssertionError):
+    """A compressor breaks a contract that :func:`hvd_compress.testing.check_compressor` checks."""

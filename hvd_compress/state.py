@@ -375,7 +375,8 @@ def _redistribute(states: list[dict[str, Any]], rank: int, size: int) -> dict[st
             memory = {name: _merged([e["memory"][name] for e in mine], scale) for name in names}
             merged["memory"] = {name: x for name, x in memory.items() if x is not None}
         if "common" in entries[0]:
-            merged["common"] = entries[0]["common"]
+            # A sum over ranks, as that of EF21's estimates, must stay the sum of what each of them has now.
+            merged["common"] = {name: x * scale for name, x in entries[0]["common"].items()}
         parameters[key] = _copied(merged)
     return parameters
 

@@ -12,6 +12,9 @@ import numpy as np
 
 from hvd_compress.ops.base import ACCUMULATOR, Array, Ops
 
+#: The ``delta`` of rounding to a dtype from its accumulator; float16 limits large numbers, so it has none.
+EXACT = {"float16": 0.0, "bfloat16": 1 - 2.0**-16, "float32": 1.0, "float64": 1.0}
+
 
 @dataclass(frozen=True)
 class TensorSpec:

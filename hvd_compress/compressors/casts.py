@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from hvd_compress.base import Collective, Compressor
 from hvd_compress.ops.base import Array, Ops
-from hvd_compress.step import FIRST, Payload, Step, TensorSpec
+from hvd_compress.step import EXACT, FIRST, Payload, Step, TensorSpec
 from hvd_compress.wire import ArraySection, Section
 
 _LARGEST_HALF = 65504.0
@@ -21,13 +21,27 @@ class NoCompression(Compressor):
     compression starts.
     """
 
+    def sections(self, spec: TensorSpec) -> Sequence[Section]:
+        """The elements."""
+        return (ArraySection(spec.dtype, spec.numel),)
+
+    @property
+    def unbiased(self) -> bool:
+        """Nothing is lost."""
+        return True
+
+    def delta(self, spec: TensorSpec) -> float:
+        """Nothing is lost, but where the gradient's dtype is smaller than the accumulator's."""
+        return EXACT[spec.dtype]
+
     def compresses(self, spec: TensorSpec) -> bool:
         """Nothing is compressed."""
         return False
 
     def encode(self, x: Array, spec: TensorSpec, ops: Ops, step: Step = FIRST) -> Payload:
         """Return the tensor in its own dtype."""
-        values = ops.astype(x, spec.dtype)
+        # A copy, since what is sent must not change with the gradient.
+        values = ops.copy(x) if spec.dtype == spec.accumulator else ops.astype_finite(x, spec.dtype)
         return Payload((values,), ops.all_finite(values))
 
     def decode(self, arrays: Sequence[Array], spec: TensorSpec, ops: Ops) -> Array:
@@ -92,8 +106,12 @@ class BF16(Compressor):
     min_numel: int = field(default=0, kw_only=True)
 
     def compresses(self, spec: TensorSpec) -> bool:
-        """Everything but what has 16 bits already."""
-        return spec.numel >= max(self.min_numel, 1) and spec.dtype not in ("float16",)
+        """Everything but float16, which would lose precision and save nothing."""
+        return spec.numel >= max(self.min_numel, 1) and spec.dtype != "float16"
+
+    def delta(self, spec: TensorSpec) -> float:
+        """Rounding to 8 bits is off by one part in 256; nothing is proven beyond float32's range."""
+        return EXACT["bfloat16"] if spec.accumulator == "float32" else 0.0
 
     def sections(self, spec: TensorSpec) -> Sequence[Section]:
         """Two bytes an element."""

@@ -46,6 +46,25 @@ class Levels(Compressor):
     def _prepared(self, x: Array, ops: Ops) -> Array:
         return x
 
+    @property
+    def unbiased(self) -> bool:
+        """As the papers prove."""
+        return True
+
+    def _variance(self, spec: TensorSpec) -> float:
+        """Return a bound of ``E ||C(x) - x||^2 / ||x||^2``.
+
+        An element of ``a < 1`` levels has the variance ``a (1 - a)``, larger ones have no more.
+        In a bucket of ``d`` one has ``s`` levels and no variance, and the worst is that all
+        others have equal ``a``; what is left is to find the worst ``a``.
+        """
+        levels = (1 << (self._width() - 1)) - 1
+        return (math.sqrt(1 + (self._bucket(spec) - 1) / levels**2) - 1) / 2
+
+    def delta(self, spec: TensorSpec) -> float:
+        """In expectation; 0 where the variance may exceed the tensor."""
+        return max(0.0, 1 - self._variance(spec))
+
     def sections(self, spec: TensorSpec) -> Sequence[Section]:
         """Packed codes, then norms."""
         buckets = -(-spec.numel // self._bucket(spec))
@@ -102,7 +121,8 @@ class QSGD(Levels):
     norm: str = field(default="max", kw_only=True)
 
     def __post_init__(self) -> None:
-        self._require(self.bits in range(2, 9), "bits", "a whole number from 2 to 8")
+        whole = isinstance(self.bits, int) and not isinstance(self.bits, bool) and 2 <= self.bits <= 8
+        self._require(whole, "bits", "a whole number from 2 to 8")
         _require_bucket(self, self.bucket)
         self._require(self.norm in NORMS, "norm", f"one of {', '.join(map(repr, NORMS))}")
         super().__post_init__()
@@ -112,6 +132,12 @@ class QSGD(Levels):
 
     def _bucket(self, spec: TensorSpec) -> int:
         return min(self.bucket, max(spec.numel, 1))
+
+    def _variance(self, spec: TensorSpec) -> float:
+        if self.norm == "max":
+            return super()._variance(spec)
+        size, levels = self._bucket(spec), (1 << (self.bits - 1)) - 1
+        return min(size / levels**2, math.sqrt(size) / levels)
 
     def _norm(self, rows: Array, ops: Ops) -> Array:
         largest = super()._norm(rows, ops)
@@ -154,8 +180,8 @@ class Int8(Levels):
 class TernGrad(Levels):
     """Send each element as -1, 0 or 1 times the tensor's largest magnitude, in 2 bits.
 
-    Elements are limited to ``clip`` standard deviations first, which costs a little bias and
-    saves much variance; rounding is stochastic.
+    Elements are limited to ``clip`` standard deviations from zero first, which costs a little
+    bias and saves much variance; rounding is stochastic.
 
     Args:
         clip: in standard deviations; None does not limit, and is unbiased.
@@ -174,6 +200,15 @@ class TernGrad(Levels):
         self._require(valid, "clip", "a positive number or None")
         super().__post_init__()
 
+    @property
+    def unbiased(self) -> bool:
+        """Unless elements are limited."""
+        return self.clip is None
+
+    def delta(self, spec: TensorSpec) -> float:
+        """Nothing is proven of limited elements."""
+        return super().delta(spec) if self.clip is None else 0.0
+
     def _width(self) -> int:
         return 2
 
@@ -183,11 +218,12 @@ class TernGrad(Levels):
     def _prepared(self, x: Array, ops: Ops) -> Array:
         if self.clip is None:
             return x
-        n = ops.shape(x)[0]
-        centred = x - ops.sum(x) * (1 / n)
-        limit = ops.sqrt(ops.sum(centred * centred) * (1 / n)) * self.clip
-        # Of constant data the deviation is zero, and so of one element.
-        limit = ops.select(limit > 0, limit, ops.max(ops.abs(x)))
+        # Around zero, which gradients are around in the paper: of data far from it nothing would be left otherwise.
+        largest = ops.max(ops.abs(x))
+        # Squares of large elements would overflow, those of small ones vanish.
+        scale = ops.select(largest > 0, largest, 1.0)
+        scaled = x / scale
+        limit = ops.sqrt(ops.sum(scaled * scaled) * (1 / ops.shape(x)[0])) * scale * self.clip
         return ops.clip(x, -limit, limit)
 
 

@@ -9,25 +9,22 @@ decentralized deep learning", NeurIPS 2020 (alternating); L. Zhang, L. Zhang, S.
 
 from __future__ import annotations
 
-import functools
 import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from hvd_compress.base import Collective, Compressor
 from hvd_compress.compressors.casts import FP16
 from hvd_compress.feedback import ErrorFeedback, Feedback
 from hvd_compress.ops.base import Array, Ops
-from hvd_compress.ops.hashing import hash32
 from hvd_compress.step import FIRST, Payload, Slot, Step, TensorSpec
 from hvd_compress.wire import ArraySection, Section
 
 # What is left of a vector after its part along others was taken out is noise below this.
 _DEPENDENT = 1e-5
-_PHASES = ("first", "left", "right")
+# The factor that is known and not sent.
+_PHASES = ("right", "left")
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,11 +32,12 @@ class PowerSGD(Compressor):
     """Send a factor of a matrix of rank ``rank`` that approximates the gradient.
 
     A gradient is taken as the matrix ``M`` of its first dimension by all others.  Steps take
-    turns: in one the left factor of the step before, orthonormalised to ``P``, is known to all
-    ranks, which send ``Q = M^T P``; in the next the right one is, and ``P = M Q`` is sent.  So
+    turns: in one the right factor of the step before, orthonormalised to ``Q``, is known to all
+    ranks, which send ``P = M Q``; in the next the left one is, and ``Q = M^T P`` is sent.  So
     there is one allreduce a step, Horovod's own, and the subspace improves from step to step
     (*warm start*) as in power iteration.  A rank's residual is what its own factor does not
-    carry, ``M - P Q^T``.
+    carry, ``M - P Q^T``.  Random vectors take the place of what a factor lacks: of all of it in
+    the first step, and of vectors that depend on others, as those of a gradient of zeros do.
 
     Args:
         rank: of the approximation; 1, 2 and 4 are usual.
@@ -56,7 +54,7 @@ class PowerSGD(Compressor):
     min_compression_rate: float = field(default=2.0, kw_only=True)
     factors: FP16 | None = field(default=None, kw_only=True)
     feedback: Feedback | None = field(default=ErrorFeedback(), kw_only=True)
-    phase: str = field(default="first", kw_only=True, repr=False)
+    phase: str = field(default="right", kw_only=True, repr=False)
 
     collective = Collective.ALLREDUCE
 
@@ -72,12 +70,12 @@ class PowerSGD(Compressor):
 
     @property
     def stages(self) -> Sequence[Compressor]:
-        """The first step, and then one for either factor."""
+        """One for either factor."""
         return self.derived("stages", lambda: [replace(self, phase=phase) for phase in _PHASES])  # type: ignore[no-any-return]
 
     def stage(self, number: int) -> int:
         """Tell whose turn it is: the first step sends the left factor, the second the right one."""
-        return 0 if number == 0 else 1 if number % 2 else 2
+        return number % 2
 
     def compresses(self, spec: TensorSpec) -> bool:
         """Matrices that are worth it."""
@@ -108,18 +106,12 @@ class PowerSGD(Compressor):
         """Project onto the known factor."""
         rows, columns, rank = self._sizes(spec)
         matrix = ops.reshape(x, (rows, columns))
-        if self.phase == "left":
-            known = orthonormal(ops.reshape(ops.first(step.memory["factor"], rank * rows), (rank, rows)), ops)
-            factor = ops.matmul(known, matrix)
-        else:
-            if self.phase == "first":
-                count = rank * columns
-                draw = functools.partial(start_vectors, self.seed, step.key, count, spec.accumulator)
-                start = step.on_host(draw, spec.accumulator, (count,), ops, x)
-            else:
-                start = ops.first(step.memory["factor"], rank * columns)
-            known = orthonormal(ops.reshape(start, (rank, columns)), ops)
-            factor = ops.matmul(known, ops.transpose(matrix))
+        width = rows if self.phase == "left" else columns
+        factor = ops.reshape(ops.first(step.memory["factor"], rank * width), (rank, width))
+        # The same on all ranks.
+        noise = ops.uniform(rank * width, step.keys(self.seed, "subspace", shared=True), x)
+        known = orthonormal(factor, ops.reshape(ops.astype(noise, spec.accumulator) - 0.5, (rank, width)), ops)
+        factor = ops.matmul(known, matrix if self.phase == "left" else ops.transpose(matrix))
         flat = ops.flatten(factor)
         missing = self._count(spec) - ops.shape(flat)[0]
         if missing:
@@ -147,31 +139,29 @@ class PowerSGD(Compressor):
         return {"factor": ops.copy(ops.astype(reduced, spec.accumulator))}
 
 
-def start_vectors(seed: int, key: str, count: int, dtype: str, _: int) -> np.ndarray:
-    """Return random numbers, about normally distributed, the same on all ranks and in every step."""
-    keys = Step(key).keys(seed, "start", shared=True)
-    drawn = hash32(np.arange(4 * count, dtype=np.uint32), keys).reshape(4, count).astype(np.float64)
-    return np.asarray((drawn.sum(axis=0) / 2**32 - 2.0).astype(dtype))
-
-
-def orthonormal(vectors: Array, ops: Ops) -> Array:
-    """Return an orthonormal basis of the rows of a matrix; rows that depend on others become zero.
-
-    Modified Gram-Schmidt, each vector twice: what remains after the first pass can be so
-    small that rounding dominates it.
-    """
-    # Factors of tiny gradients have squares that vanish.
-    largest = ops.max(ops.reshape(ops.max(ops.abs(vectors)), (1, -1)))
-    vectors = vectors / ops.select(largest > 0, largest, 1.0)
+def orthonormal(vectors: Array, spares: Array, ops: Ops) -> Array:
+    """Return an orthonormal basis of the rows of a matrix; a row of ``spares`` replaces one that depends on others."""
     basis: list[Array] = []
     for i in range(ops.shape(vectors)[0]):
-        vector = vectors[i : i + 1]
-        before = ops.sqrt(ops.sum(vector * vector))
-        for _ in range(2):
-            for other in basis:
-                vector = vector - ops.sum(vector * other) * other
-        length = ops.sqrt(ops.sum(vector * vector))
-        independent = length > before * _DEPENDENT
-        # A zero vector has length 0, which is not above 0.
-        basis.append(ops.select(independent, vector / ops.select(independent, length, 1.0), 0.0 * vector))
+        vector, independent = _remainder(vectors[i : i + 1], basis, ops)
+        spare, _ = _remainder(spares[i : i + 1], basis, ops)
+        basis.append(ops.select(independent, vector, spare))
     return ops.concat(basis)
+
+
+def _remainder(vector: Array, basis: Sequence[Array], ops: Ops) -> tuple[Array, Array]:
+    """Return what is left of a vector beside others, of unit length, and whether it is more than rounding.
+
+    Modified Gram-Schmidt, done twice: what remains after the first pass can be so small that
+    rounding dominates it.
+    """
+    # Factors of tiny gradients have squares that vanish, those of huge ones overflow.
+    largest = ops.max(ops.abs(vector))
+    vector = vector / ops.select(largest > 0, largest, 1.0)
+    before = ops.sqrt(ops.sum(vector * vector))
+    for _ in range(2):
+        for other in basis:
+            vector = vector - ops.sum(vector * other) * other
+    length = ops.sqrt(ops.sum(vector * vector))
+    # A zero vector has length 0, which is not above 0.
+    return vector / ops.select(length > 0, length, 1.0), length > before * _DEPENDENT

@@ -56,6 +56,15 @@ class RandomK(Sparsifier):
         self._require(self.order in ORDERS, "order", f"one of {', '.join(map(repr, ORDERS))}")
         super().__post_init__()
 
+    @property
+    def unbiased(self) -> bool:
+        """Without feedback."""
+        return self.feedback is None
+
+    def delta(self, spec: TensorSpec) -> float:
+        """``k / n`` in expectation, with feedback; without it the result can be much larger than the tensor."""
+        return 0.0 if self.feedback is None else self.kept(spec) / spec.numel
+
     def kept(self, spec: TensorSpec) -> int:
         """Return how many elements of such a tensor are sent: whole blocks."""
         width, blocks = self._blocks(spec)

@@ -11,6 +11,7 @@ Everywhere here zero counts as positive, and a tensor of zeros stays zero.
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,8 @@ class SignSGD(Compressor):
         feedback: None, as in the paper; :class:`EFSign` is the variant with feedback.
         min_numel, seed, transport, on_nonfinite: see :class:`~hvd_compress.base.Compressor`.
     """
+
+    additive = False
 
     def sections(self, spec: TensorSpec) -> Sequence[Section]:
         """Bits, and whether any element was not zero."""
@@ -123,6 +126,10 @@ class EFSign(Compressor):
     def _width(self, spec: TensorSpec) -> int:
         return max(spec.numel, 1) if self.bucket is None else min(self.bucket, max(spec.numel, 1))
 
+    def delta(self, spec: TensorSpec) -> float:
+        """One over the elements of a bucket: the worst is that one element is all there is."""
+        return 1 / self._width(spec)
+
     def sections(self, spec: TensorSpec) -> Sequence[Section]:
         """Bits, then magnitudes."""
         buckets = -(-spec.numel // self._width(spec))
@@ -168,8 +175,10 @@ class OneBit(EFSign):
         count = ops.sum(ops.rows(upper, width))
         others = _counts(x, width, spec, ops) - count
         means = [above / ops.clip(count, 1.0, float(width)), below / ops.clip(others, 1.0, float(width))]
-        arrays = (_packed_signs(x, ops), *(ops.flatten(mean) for mean in means))
-        return Payload(arrays, ops.all_finite(x))
+        finite = ops.all_finite(x)
+        # NaN is on neither side of zero, and receivers must see it.
+        means = [ops.where(finite, mean, mean * math.nan) for mean in map(ops.flatten, means)]
+        return Payload((_packed_signs(x, ops), *means), finite)
 
     def decode(self, arrays: Sequence[Array], spec: TensorSpec, ops: Ops) -> Array:
         """Return the mean of each element's side."""

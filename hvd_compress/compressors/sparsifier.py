@@ -72,5 +72,11 @@ class Sparsifier(Compressor):
         """Return the compressor of this step."""
         if callable(self.ratio):
             ratio = self.ratio(number)
-            return self.derived(("ratio", ratio), lambda: replace(self, ratio=ratio))  # type: ignore[no-any-return]
+            # All parameters of a step ask for the same; keeping those of all steps would fill the memory.
+            at_last: dict[Any, Compressor] = self.derived("at last", dict)
+            if ratio not in at_last:
+                made = replace(self, ratio=ratio)
+                at_last.clear()
+                at_last[ratio] = made
+            return at_last[ratio]
         return super().at(number)

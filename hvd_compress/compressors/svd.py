@@ -6,12 +6,12 @@ N. Halko, P. G. Martinsson, J. A. Tropp, "Finding structure with randomness", SI
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from hvd_compress.base import Compressor
-from hvd_compress.compressors.powersgd import orthonormal, start_vectors
+from hvd_compress.compressors.powersgd import orthonormal
 from hvd_compress.feedback import ErrorFeedback, Feedback
 from hvd_compress.ops.base import Array, Ops
 from hvd_compress.step import FIRST, Payload, Step, TensorSpec
@@ -89,10 +89,12 @@ class SVD(Compressor):
         if self.sampling == "atomo":
             left, right = self._drawn(matrix, rank, ops, step)
             return Payload((ops.flatten(left), ops.flatten(right)), finite)
-        draw = functools.partial(start_vectors, self.seed, step.key, rank * columns, spec.accumulator)
-        right = ops.reshape(step.on_host(draw, spec.accumulator, (rank * columns,), ops, x), (rank, columns))
+        keys = step.keys(self.seed, "subspace", shared=True)
+        right = ops.reshape(_noise(rank * columns, keys, spec, ops, x), (rank, columns))
+        # Where the matrix has a smaller rank, any vectors will do.
+        spares = ops.reshape(_noise(rank * rows, keys, spec, ops, x), (rank, rows))
         for _ in range(self.iterations + 1):
-            left = orthonormal(ops.matmul(right, ops.transpose(matrix)), ops)
+            left = orthonormal(ops.matmul(right, ops.transpose(matrix)), spares, ops)
             right = ops.matmul(left, matrix)
         return Payload((ops.flatten(left), ops.flatten(right)), finite)
 
@@ -130,3 +132,8 @@ class SVD(Compressor):
         rows, columns, rank = self._sizes(spec)
         left, right = ops.reshape(arrays[0], (rank, rows)), ops.reshape(arrays[1], (rank, columns))
         return ops.flatten(ops.matmul(ops.transpose(left), right))
+
+
+def _noise(count: int, keys: Any, spec: TensorSpec, ops: Ops, like: Array) -> Array:
+    """Return random numbers from -0.5 to 0.5."""
+    return ops.astype(ops.uniform(count, keys, like), spec.accumulator) - 0.5

@@ -10,11 +10,11 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hvd_compress.base import Collective, Compressor
+from hvd_compress.base import Compressor, is_quantiser
 from hvd_compress.compressors.sparsifier import Sparsifier
 from hvd_compress.feedback import ErrorFeedback, Feedback
 from hvd_compress.ops.base import Array, Ops
-from hvd_compress.step import FIRST, Payload, Step, TensorSpec
+from hvd_compress.step import EXACT, FIRST, Payload, Step, TensorSpec
 from hvd_compress.wire import ArraySection, IndexSection, Section
 
 logger = logging.getLogger("hvd_compress")
@@ -49,11 +49,15 @@ class TopK(Sparsifier):
     feedback: Feedback | None = field(default=ErrorFeedback(), kw_only=True)
 
     def __post_init__(self) -> None:
-        fits = isinstance(self.values, Compressor) and self.values.collective is Collective.ALLGATHER
-        self._require(self.values is None or fits, "values", "a quantiser such as Int8(), or None")
+        self._require(self.values is None or is_quantiser(self.values), "values", "a quantiser such as Int8(), or None")
         super().__post_init__()
         if isinstance(self.ratio, int):
             logger.warning("TopK(1) sends every element, and its position with it; for 1 % write TopK(0.01)")
+
+    def delta(self, spec: TensorSpec) -> float:
+        """``k / n``, times what compressing the values leaves of it."""
+        values = EXACT[spec.dtype] if self.values is None else self.values.delta(self._selected(spec))
+        return self.kept(spec) / spec.numel * values
 
     def sections(self, spec: TensorSpec) -> Sequence[Section]:
         """Positions, then values."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_compress.base import Collective, Compressor
+from hvd_compress.base import Compressor, is_quantiser
 from hvd_compress.compressors.levels import Int8
 from hvd_compress.errors import ConfigError
 from hvd_compress.feedback import ErrorFeedback, Feedback
@@ -61,16 +61,33 @@ class VectorQuantizer(Compressor):
             value = getattr(self, name)
             whole = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
             self._require(whole, name, f"a whole number from {low} to {high}")
-        fits = isinstance(self.values, Compressor) and self.values.collective is Collective.ALLGATHER
-        self._require(fits, "values", "a quantiser such as Int8()")
+        self._require(is_quantiser(self.values), "values", "a quantiser such as Int8()")
         if self.codebook is not None:
             book = np.asarray(self.codebook, np.float32)
-            valid = book.shape == (self.codewords, self.dim) and bool(np.isfinite(book).all())
-            self._require(valid, "codebook", f"finite numbers of shape ({self.codewords}, {self.dim})")
+            valid = book.shape == (self.codewords, self.dim) and np.allclose((book**2).sum(axis=-1), 1, atol=1e-4)
+            self._require(valid, "codebook", f"{self.codewords} rows of {self.dim} numbers, each of unit length")
             object.__setattr__(self, "codebook", tuple(map(tuple, book.tolist())))
+        super().__post_init__()
         if self.unbiased:
             object.__setattr__(self, "feedback", None)
-        super().__post_init__()
+            self._require(self.values.unbiased, "values", "an unbiased quantiser such as Int8(), with unbiased=True")
+            # What codewords do not span could never be drawn.
+            spans = int(np.linalg.matrix_rank(self.book())) == self.dim
+            self._require(spans, "codewords", f"enough to span {self.dim} dimensions, with unbiased=True")
+
+    def delta(self, spec: TensorSpec) -> float:
+        """What the best codeword carries at least of any vector, times what is left of the magnitudes."""
+        if self.unbiased:
+            return 0.0
+        carried: float = self.derived("carried", self._carried)
+        return carried * self.values.delta(self._magnitudes(spec))
+
+    def _carried(self) -> float:
+        if self.codewords < self.dim:
+            return 0.0
+        # The squares of all projections sum up to that of the smallest singular value, or more.
+        singular = np.linalg.svd(self.book().astype(np.float64), compute_uv=False)
+        return float(singular[-1]) ** 2 / self.codewords
 
     def _bits(self) -> int:
         return (self.codewords - 1).bit_length()
@@ -108,7 +125,9 @@ class VectorQuantizer(Compressor):
     def encode(self, x: Array, spec: TensorSpec, ops: Ops, step: Step = FIRST) -> Payload:
         """Find, or draw, a codeword for every sub-vector."""
         vectors, book = ops.rows(x, self.dim), self.book()
-        coefficients = np.linalg.pinv(book.astype(np.float64)) if self.unbiased else book.T
+        coefficients = book.T
+        if self.unbiased:
+            coefficients = self.derived("inverse", lambda: np.linalg.pinv(book.astype(np.float64)))
         weights_of = self._on_device(coefficients, spec, ops, x)
         noise = None
         if self.unbiased:

@@ -35,7 +35,7 @@ class NumpyOps:
     def astype(self, x: np.ndarray, dtype: str) -> np.ndarray:
         """Convert where necessary."""
         _check(dtype)
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             return np.asarray(x.astype(dtype, copy=False))
 
     def astype_finite(self, x: np.ndarray, dtype: str) -> np.ndarray:

@@ -24,7 +24,7 @@ LEVELS = [
     {"base"},
     {"compressors", "codec"},
     {"factory"},
-    {"adapters", "elastic"},
+    {"adapters", "elastic", "testing"},
     {"__init__"},
     {"keras"},
 ]
