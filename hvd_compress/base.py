@@ -46,6 +46,12 @@ class Collective(enum.Enum):
     ALLGATHER = "allgather"
 
 
+def _framework(tensor: Any) -> str | None:
+    """Return the framework that a tensor or parameter comes from, None if it is none of ours."""
+    names = (base.__module__.partition(".")[0] for base in type(tensor).__mro__)
+    return next((name for name in names if name in _ADAPTERS), None)
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """Shape and dtype (by name) of a gradient."""
@@ -200,10 +206,9 @@ class Compressor(abc.ABC):
     vars(compress)["autograph_info__"] = vars(decompress)["autograph_info__"] = True
 
     def _adapter(self, tensor: Any) -> Any:
-        for base in type(tensor).__mro__:
-            framework = base.__module__.partition(".")[0]
-            if framework in _ADAPTERS:
-                return importlib.import_module(_ADAPTERS[framework])
+        framework = _framework(tensor)
+        if framework is not None:
+            return importlib.import_module(_ADAPTERS[framework])
         raise UnsupportedError(
             f"{type(self).__name__} expected a tensor of one of {', '.join(_ADAPTERS)}, got {type(tensor).__name__}"
         )
@@ -237,7 +242,7 @@ class Compressor(abc.ABC):
         Args:
             named_parameters: usually ``model.named_parameters()``.
         """
-        self.runtime.bound.update(dict(named_parameters))
+        self.runtime.bound.update({(_framework(p) or "", name): p for name, p in named_parameters})
 
     def stats(self) -> dict[str, Any]:
         """Return what this rank has sent so far.

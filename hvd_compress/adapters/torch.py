@@ -108,7 +108,9 @@ def decompress(compressor: Compressor, tensor: torch.Tensor, ctx: Dense | Frozen
 
 def _bound_call(compressor: Compressor, tensor: torch.Tensor) -> Call:
     hvd = importlib.import_module("horovod.torch")
-    for name, parameter in compressor.runtime.bound.items():
+    for (framework, name), parameter in compressor.runtime.bound.items():
+        if framework != "torch":
+            continue
         if parameter.grad is tensor or parameter is tensor:
             return Call(None, parameter, name, hvd.Average, hvd.global_process_set)
     raise UnboundTensorError(
@@ -148,7 +150,7 @@ def _scope(compressor: Compressor, call: Call) -> Scope:
         return runtime.scope(call.owner, None, list(call.owner._parameter_names), WeakIdKeyDictionary)
     if call.parameter is not None:
         return runtime.scope(runtime, "bound", [], WeakIdKeyDictionary)
-    return runtime.scope(None, "allreduce", [], dict)
+    return runtime.scope("torch", "allreduce", [], dict)
 
 
 def _exchange(compressor: Compressor, scope: Scope, call: Call) -> Exchange:

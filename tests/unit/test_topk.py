@@ -285,7 +285,7 @@ class Unpicklable:
 @pytest.mark.parametrize("kind", ALL)
 def test_copies_carry_the_settings_and_no_state(kind, duplicate):
     original = kind(0.25, feedback=None, min_numel=3, seed=7, transport="horovod", on_nonfinite="raise")
-    scope = original.runtime.scope(None, "allreduce", [], dict)
+    scope = original.runtime.scope("torch", "allreduce", [], dict)
     original.runtime.entry(scope, "w", "w").residual = np.ones(3)
     scope.exchanges["0"] = Unpicklable()
     twin = duplicate(original)

@@ -61,13 +61,14 @@ def compress(compressor: Compressor, tensor: tf.Tensor) -> tuple[tf.Tensor, Any]
         # Horovod traces a branch for this rank, too, and never runs it.
         return tensor, Dense(tensor.dtype, "")
     target, tensor = find_target(compressor, call, tensor)
+    name = target.known.name
     hvd = importlib.import_module("horovod.tensorflow")
     shape = _OPS.shape(tensor) if tensor.shape.is_fully_defined() else None
     if shape is None:
         raise UnsupportedError(
-            f"{type(compressor).__name__} expected a tensor of known shape for {target.name!r}, got {tensor.shape}"
+            f"{type(compressor).__name__} expected a tensor of known shape for {name!r}, got {tensor.shape}"
         )
-    spec = checked_spec(compressor, hvd, call.op, target.name, shape, _OPS.dtype(tensor))
+    spec = checked_spec(compressor, hvd, call.op, name, shape, _OPS.dtype(tensor))
     if compressor.policy.route(spec.shape) is Route.DENSE:
         return _compress_dense(compressor, tensor, spec, target)
     device = tensor.device if target.variable is None else target.variable.device
@@ -112,14 +113,14 @@ def _compress_dense(
 ) -> tuple[tf.Tensor, Dense]:
     # Horovod has no bfloat16.
     sent = tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor
-    shown, counted = shown_name(target.scope, target.name), compressor.runtime.telemetry.counted
+    shown, counted = shown_name(target.scope, target.known.kept), compressor.runtime.telemetry.counted
     if shown not in counted:
         counted[shown] = (StepCounter(), spec.numel * sent.dtype.size, spec.numel * ITEMSIZE[spec.dtype])
     steps: Any = counted[shown][0]
     steps.variable.assign_add(1)
     watched = ""
     if compressor.on_nonfinite == "raise":
-        watched = f"NonFiniteGradientError: NaN or infinity in the gradient of {target.name!r} on some rank"
+        watched = f"NonFiniteGradientError: NaN or infinity in the gradient of {target.known.name!r} on some rank"
     return sent, Dense(tensor.dtype, watched)
 
 
@@ -147,10 +148,9 @@ def _state(compressor: Compressor, target: Target) -> VariableState | None:
     if target.variable is not None:
         state: VariableState = target.scope.entries[target.variable]  # type: ignore[assignment]
         return state
-    if target.named:
-        return compressor.runtime.entry(  # type: ignore[return-value]
-            target.scope, target.name, target.name, VariableState
-        )
+    if target.known.operation is not None:
+        name = target.known.kept
+        return compressor.runtime.entry(target.scope, name, name, VariableState)  # type: ignore[return-value]
     warn_unnamed(compressor)
     return None
 
