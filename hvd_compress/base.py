@@ -53,6 +53,12 @@ class Collective(enum.Enum):
     ALLGATHER = "allgather"
 
 
+def _framework(tensor: Any) -> str | None:
+    """Return the framework that a tensor or parameter comes from, None if it is none of ours."""
+    names = (base.__module__.partition(".")[0] for base in type(tensor).__mro__)
+    return next((name for name in names if name in _ADAPTERS), None)
+
+
 @dataclass(frozen=True, eq=False)
 class Compressor(ShortRepr, abc.ABC):
     """Base of all compressors; pass an instance as Horovod's ``compression`` argument.
@@ -195,6 +201,10 @@ class Compressor(ShortRepr, abc.ABC):
         """Tell whether such a tensor is compressed; otherwise it travels dense."""
         return self.policy.route(spec.shape) is Route.EXCHANGE
 
+    def remembers(self, spec: TensorSpec) -> bool:
+        """Tell whether anything is remembered of such a tensor, dense ones' momentum included."""
+        return self.compresses(spec) or self.has_momentum
+
     def stage(self, number: int) -> int:
         """Return which of :attr:`stages` step ``number`` of a parameter belongs to."""
         return 0
@@ -244,10 +254,9 @@ class Compressor(ShortRepr, abc.ABC):
     vars(compress)["autograph_info__"] = vars(decompress)["autograph_info__"] = True
 
     def _adapter(self, tensor: Any) -> Any:
-        for base in type(tensor).__mro__:
-            framework = base.__module__.partition(".")[0]
-            if framework in _ADAPTERS:
-                return importlib.import_module(_ADAPTERS[framework])
+        framework = _framework(tensor)
+        if framework is not None:
+            return importlib.import_module(_ADAPTERS[framework])
         raise UnsupportedError(
             f"{type(self).__name__} expected a tensor of one of {', '.join(_ADAPTERS)}, got {type(tensor).__name__}"
         )
@@ -296,7 +305,7 @@ class Compressor(ShortRepr, abc.ABC):
         Args:
             named_parameters: usually ``model.named_parameters()``.
         """
-        self.runtime.bound.update(dict(named_parameters))
+        self.runtime.bound.update({(_framework(p) or "", name): p for name, p in named_parameters})
 
     def describe(self, model: Any) -> str:
         """Return a table of what each parameter will do, and of the bytes it sends in a step.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvd_compress.errors import StateError
+from hvd_compress.identity import WeakIdDictionary
 from hvd_compress.ops.base import ACCUMULATOR, Array
 from hvd_compress.telemetry import Telemetry
 
@@ -88,7 +89,8 @@ class Scope:
     """The parameters of one optimizer, or the names of direct calls, and their exchanges.
 
     Attributes:
-        label: what it is called in a ``state_dict``.
+        label: what it is called in a ``state_dict`` and in ``stats()``; it depends on which optimizers
+            are still alive on this rank, so nothing that ranks compare may contain it.
         entries: states by parameter object, held weakly, or by name.
         exchanges: how they exchange, by process set, with ``busy``, ``undo()`` and ``abandon()``.
     """
@@ -98,11 +100,14 @@ class Scope:
         self.entries = entries
         self.exchanges: dict[str, Any] = {}
         self.checked_restored = False
-        self._owner = weakref.ref(owner) if owner is not None else None
+        self._framework = owner if isinstance(owner, str) else None
+        self._owner = None if isinstance(owner, str) else weakref.ref(owner)
 
     def belongs_to(self, owner: Any) -> bool:
-        """Tell whether ``owner`` is this scope's optimizer (None: the direct calls)."""
-        return self._owner is None if owner is None else self._owner is not None and self._owner() is owner
+        """Tell whether ``owner`` is this scope's optimizer (a string: the framework of the direct calls)."""
+        if isinstance(owner, str):
+            return self._framework == owner
+        return self._owner is not None and self._owner() is owner
 
     @property
     def owned(self) -> bool:
@@ -122,8 +127,10 @@ class Runtime:
         self.telemetry = Telemetry()
         self.scopes: list[Scope] = []
         self._opened: dict[str, int] = {}
-        self.bound: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-        self.sent: dict[str, int] = {}
+        # What bind() was told, by framework and name.
+        self.bound: weakref.WeakValueDictionary[tuple[str, str], Any] = weakref.WeakValueDictionary()
+        # What Keras calls its variables; two models' may have equal names.
+        self.paths: WeakIdDictionary[str] = WeakIdDictionary()
         self.warned: set[str] = set()
         self._restored: dict[str, dict[str, Any]] = {}
 
@@ -139,9 +146,10 @@ class Runtime:
         """Return the scope of ``owner``, making it on first sight.
 
         Args:
-            owner: an optimizer, or None for direct calls.
+            owner: an optimizer, or the name of a framework for its direct calls.
             label: None for an optimizer, which gets one that is free, or takes over label
-                and residuals of one that is gone and had the same parameters.
+                and residuals of one that is gone and had the same parameters.  The direct calls
+                of a second framework get its name behind the label.
             parameters: those of the optimizer.
             new_entries: makes a mapping that holds its keys weakly.
         """
@@ -150,12 +158,15 @@ class Runtime:
                 return scope
         entries = new_entries()
         if label is None:
-            if any(p in s.entries for s in self.scopes if s.owned for p in parameters):
-                gc.collect()  # an optimizer is part of a reference cycle, so the old one may only seem alive
+            if any(s.owned for s in self.scopes):
+                # An optimizer is part of a reference cycle, so an old one may only seem alive, and on some ranks only.
+                gc.collect()
             label = self._inherit(parameters, entries)
             self.scopes = [s for s in self.scopes if s.entries or not s.orphaned]
             if label is None or any(s.label == label and not s.orphaned for s in self.scopes):
                 label = self._free_label()
+        elif any(s.label == label for s in self.scopes):
+            label = f"{label}.{owner}"
         scope = Scope(label, owner, entries)
         self.scopes.append(scope)
         return scope
@@ -203,7 +214,7 @@ class Runtime:
             return
         scope.checked_restored = True
         unknown = [key for key in self._restored if key.startswith(f"{scope.label}/")]
-        if unknown and scope.label not in _GROWING:
+        if unknown and not _grows(scope.label):
             known = sorted(state.name for state in scope.entries.values())
             raise StateError(
                 f"the loaded state has parameters that this optimizer has not: expected some of {known}, got {unknown}"
@@ -259,7 +270,7 @@ class Runtime:
                 )
             parameters = {key: _copied(value) for key, value in checked["parameters"].items()}
         live = _states(scopes)
-        labels = {key.split("/", 1)[0] for key in live}.difference(_GROWING)
+        labels = {label for label in (key.split("/", 1)[0] for key in live) if not _grows(label)}
         unknown = [key for key in parameters if key not in live and key.split("/", 1)[0] in labels]
         if unknown:
             raise StateError(f"the state has parameters that this model lacks: expected {sorted(live)}, got {unknown}")
@@ -291,9 +302,13 @@ class Runtime:
     def forget_exchanges(self) -> None:
         """Drop all connections, so that the next step opens new ones; residuals stay."""
         self._opened.clear()
-        self.sent.clear()
         for scope in self.scopes:
             scope.exchanges.clear()
+
+
+def _grows(label: str) -> bool:
+    """Tell whether new parameters may come at any time in a scope of this label."""
+    return label.partition(".")[0] in _GROWING
 
 
 def _states(scopes: list[Scope]) -> dict[str, ParameterState]:

@@ -95,8 +95,7 @@ def compress(compressor: Compressor, tensor: torch.Tensor) -> tuple[torch.Tensor
     while len(call.positions) > 1 and exchange.has(_name(call)):
         call = replace(call, positions=call.positions[1:])
     chosen = compressor.choose(call.name, spec)
-    remembers = chosen.compresses(spec) or chosen.has_momentum
-    state = _state(compressor, call, scope) if remembers else None
+    state = _state(compressor, call, scope) if chosen.remembers(spec) else None
     algorithm = chosen.at(0 if state is None else state.steps)
     if not algorithm.compresses(spec):
         return _compress_dense(compressor, algorithm, tensor, spec, call, scope, exchange, state)
@@ -148,7 +147,9 @@ def decompress(compressor: Compressor, tensor: torch.Tensor, ctx: Dense | Frozen
 
 def _bound_call(compressor: Compressor, tensor: torch.Tensor) -> Call:
     hvd = importlib.import_module("horovod.torch")
-    for name, parameter in compressor.runtime.bound.items():
+    for (framework, name), parameter in compressor.runtime.bound.items():
+        if framework != "torch":
+            continue
         if parameter.grad is tensor or parameter is tensor:
             return Call(None, parameter, name, hvd.Average, hvd.global_process_set)
     raise UnboundTensorError(
@@ -188,7 +189,7 @@ def _scope(compressor: Compressor, call: Call) -> Scope:
         return runtime.scope(call.owner, None, list(call.owner._parameter_names), WeakIdKeyDictionary)
     if call.parameter is not None:
         return runtime.scope(runtime, "bound", [], WeakIdKeyDictionary)
-    return runtime.scope(None, "allreduce", [], dict)
+    return runtime.scope("torch", "allreduce", [], dict)
 
 
 def _exchange(compressor: Compressor, scope: Scope, call: Call) -> Exchange:

@@ -65,7 +65,6 @@ class Reduction:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self._local: set[str] = set()
-        self._bound: set[str] = set()
         self._eager: dict[tuple[str, ...], Any] = {}
         self._functions: dict[int | None, Callable[[list[Any], list[Any]], list[Any]]] = {}
         self._lists = [natives(group) for group in settings.groups] if isinstance(settings.groups, list) else []
@@ -86,7 +85,7 @@ class Reduction:
             UnsupportedError: inside XLA or a ``tf.distribute`` strategy.
         """
         _check_context()
-        self._bind(variables)
+        self._name(variables)
         passes = self.settings.passes
         given = [gradient * passes for gradient in gradients] if passes != 1 else list(gradients)
         found = [native(variable) for variable in variables]
@@ -166,23 +165,16 @@ class Reduction:
             return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
         return gradient / tf.cast(ranks, gradient.dtype)
 
-    def _bind(self, variables: Sequence[Any]) -> None:
+    def _name(self, variables: Sequence[Any]) -> None:
         """Tell a compressor of this package what the variables are called in its ``state_dict``."""
         compression = self.settings.compression
         if not isinstance(compression, Compressor):
             return
-        bound = compression.runtime.bound
+        paths = compression.runtime.paths
         for variable in variables:
             found = native(variable)
-            if found._unique_id in self._bound:
-                continue
-            path = name = path_of(variable)
-            number = 1
-            while bound.get(name, found) is not found:  # another model's, or a layer of the same name
-                number += 1
-                name = f"{path}#{number}"
-            compression.bind([(name, found)])
-            self._bound.add(found._unique_id)
+            if found not in paths:
+                paths[found] = path_of(variable)
 
     def all_ranks(self, condition: Any) -> Any:
         """Return whether ``condition``, a 0-d boolean tensor, holds on all ranks; the same on all."""

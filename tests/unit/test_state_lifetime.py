@@ -45,8 +45,8 @@ def test_a_scope_is_found_again_by_its_owner():
     assert scope_of(runtime, owner) is first
     assert scope_of(runtime, other) is second
     assert (first.label, second.label) == ("optimizer0", "optimizer1")
-    direct = runtime.scope(None, "allreduce", [], dict)
-    assert runtime.scope(None, "allreduce", [], dict) is direct
+    direct = runtime.scope("torch", "allreduce", [], dict)
+    assert runtime.scope("torch", "allreduce", [], dict) is direct
     assert (first.owned, direct.owned, first.orphaned, direct.orphaned) == (True, False, False, False)
 
 
@@ -152,6 +152,32 @@ def test_a_bound_scope_belongs_to_no_optimizer():
     assert not bound.orphaned
 
 
+def test_the_direct_calls_of_each_framework_have_a_scope():
+    runtime = Runtime()
+    first = runtime.scope("torch", "allreduce", [], dict)
+    second = runtime.scope("tensorflow", "allreduce", [], dict)
+    assert runtime.scope("torch", "allreduce", [], dict) is first is not second
+    assert (first.label, second.label) == ("allreduce", "allreduce.tensorflow")
+    runtime.entry(first, "x", "x").residual = torch.ones(2)
+    runtime.entry(second, "x", "x").residual = np.zeros(3, np.float32)
+    fresh = Runtime()
+    fresh.load_state_dict(runtime.state_dict("TopK", 0, 1), "TopK", 0, 1)
+    for framework, size in (("torch", 2), ("tensorflow", 3)):
+        scope = fresh.scope(framework, "allreduce", [], dict)
+        fresh.check_all_restored_used(scope)  # direct calls may come and go
+        assert fresh.entry(scope, "x", "x").residual.shape == (size,)
+
+
+def test_a_label_does_not_depend_on_when_garbage_is_collected():
+    runtime, owner = Runtime(), Owner(*parameters())
+    step(runtime, owner)
+    owner.itself = owner
+    for parameter in owner.parameters:
+        parameter.itself = parameter
+    del owner, parameter
+    assert scope_of(runtime, Owner(*parameters())).label == "optimizer0"
+
+
 def test_exchanges_are_numbered_by_process_set():
     runtime = Runtime()
     assert [runtime.next_exchange(n) for n in ("0", "0", "7", "0", "7")] == ["0.0", "0.1", "7.0", "0.2", "7.1"]
@@ -219,7 +245,7 @@ def test_a_wrong_factor_is_refused(factor):
 
 def test_numpy_residuals_too():
     runtime = Runtime()
-    scope = runtime.scope(None, "allreduce", [], dict)
+    scope = runtime.scope("torch", "allreduce", [], dict)
     runtime.entry(scope, "w", "w").residual = np.ones(3, np.float32)
     runtime.rescale(0.5)
     state = runtime.state_dict("TopK", 0, 1)
@@ -230,14 +256,14 @@ def test_numpy_residuals_too():
 def test_direct_calls_may_come_and_go_after_loading():
     """Names of ``hvd.allreduce`` are not a model: a name that does not come again is no error."""
     runtime = Runtime()
-    scope = runtime.scope(None, "allreduce", [], dict)
+    scope = runtime.scope("torch", "allreduce", [], dict)
     runtime.entry(scope, "metric", "metric").residual = torch.ones(2)
     file = io.BytesIO()
     torch.save(runtime.state_dict("TopK", 0, 1), file)
     file.seek(0)
     fresh = Runtime()
     fresh.load_state_dict(torch.load(file, weights_only=True), "TopK", 0, 1)
-    again = fresh.scope(None, "allreduce", [], dict)
+    again = fresh.scope("torch", "allreduce", [], dict)
     fresh.entry(again, "loss", "loss")
     fresh.check_all_restored_used(again)
     assert fresh.entry(again, "metric", "metric").residual.tolist() == [1.0, 1.0]

@@ -292,7 +292,7 @@ def test_copies_carry_the_settings_and_no_state(name, duplicate):
     kind = ALL[name]
     first = required(kind)
     original = kind(**first, min_numel=3, seed=7, transport="horovod", on_nonfinite="raise")
-    scope = original.runtime.scope(None, "allreduce", [], dict)
+    scope = original.runtime.scope("torch", "allreduce", [], dict)
     original.runtime.entry(scope, "w", "w").residual = np.ones(3)
     scope.exchanges["0"] = Unpicklable()
     twin = duplicate(original)

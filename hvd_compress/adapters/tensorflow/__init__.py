@@ -75,17 +75,18 @@ def compress(compressor: Compressor, tensor: tf.Tensor) -> tuple[tf.Tensor, Any]
         # Horovod traces a branch for this rank, too, and never runs it.
         return tensor, Dense(tensor.dtype, "")
     target, tensor = find_target(compressor, call, tensor)
+    name = target.known.name
     hvd = importlib.import_module("horovod.tensorflow")
     shape = _OPS.shape(tensor) if tensor.shape.is_fully_defined() else None
     if shape is None:
         raise UnsupportedError(
-            f"{type(compressor).__name__} expected a tensor of known shape for {target.name!r}, got {tensor.shape}"
+            f"{type(compressor).__name__} expected a tensor of known shape for {name!r}, got {tensor.shape}"
         )
-    spec = checked_spec(compressor, hvd, call.op, target.name, shape, _OPS.dtype(tensor))
-    chosen = compressor.choose(target.name, spec)
-    state = _state(compressor, target) if remembers(chosen, spec) else None
+    spec = checked_spec(compressor, hvd, call.op, name, shape, _OPS.dtype(tensor))
+    chosen = compressor.choose(name, spec)
+    state = _state(compressor, target) if chosen.remembers(spec) else None
     place = call.process_set.rank(), call.process_set.size()
-    encoder = Encoder(chosen if state is not None else without_feedback(chosen), spec, state, target.name, place)
+    encoder = Encoder(chosen if state is not None else without_feedback(chosen), spec, state, name, place)
     if not encoder.first.compresses(spec):
         return _compress_dense(compressor, tensor, spec, target, encoder)
     device = tensor.device if target.variable is None else target.variable.device
@@ -104,11 +105,6 @@ def decompress(compressor: Compressor, tensor: tf.Tensor, ctx: Dense | Queued | 
         total = _gathered(tensor, ctx) if isinstance(ctx, Queued) else _reduced(tensor, ctx)
         spec = ctx.encoder.spec
         return _OPS.reshape(_OPS.astype(total, spec.dtype), spec.shape)
-
-
-def remembers(chosen: Compressor, spec: TensorSpec) -> bool:
-    """Tell whether something is remembered of such a parameter."""
-    return chosen.compresses(spec) or chosen.has_momentum
 
 
 def _compress_gathered(
@@ -184,7 +180,7 @@ def _compress_reduced(
 
 def count_step(compressor: Compressor, target: Target, encoder: Encoder, sent: tf.Tensor, spec: TensorSpec) -> Any:
     """Count a step of a tensor that Horovod reduces, and its bytes; returns an operation."""
-    shown, telemetry = shown_name(target.scope, target.name), compressor.runtime.telemetry
+    shown, telemetry = shown_name(target.scope, target.known.kept), compressor.runtime.telemetry
     sent_bytes, dense_bytes = sent.shape[0] * sent.dtype.size, spec.numel * ITEMSIZE[spec.dtype]
 
     def run(_: Any) -> Any:
@@ -227,14 +223,14 @@ def _compress_dense(
 ) -> tuple[tf.Tensor, Dense]:
     # Horovod has no bfloat16.
     sent = tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor
-    shown, counted = shown_name(target.scope, target.name), compressor.runtime.telemetry.counted
+    shown, counted = shown_name(target.scope, target.known.kept), compressor.runtime.telemetry.counted
     if shown not in counted:
         counted[shown] = (StepCounter(), spec.numel * sent.dtype.size, spec.numel * ITEMSIZE[spec.dtype])
     steps: Any = counted[shown][0]
     steps.variable.assign_add(1)
     watched = ""
     if compressor.on_nonfinite == "raise":
-        watched = f"NonFiniteGradientError: NaN or infinity in the gradient of {target.name!r} on some rank"
+        watched = f"NonFiniteGradientError: NaN or infinity in the gradient of {target.known.name!r} on some rank"
     momentum = None
     if encoder.state is not None and encoder.first.has_momentum:
         encoder.start(tensor, tensor.device if target.variable is None else target.variable.device)
@@ -261,9 +257,8 @@ def _state(compressor: Compressor, target: Target) -> VariableState | None:
     if target.variable is not None:
         state: VariableState = target.scope.entries[target.variable]  # type: ignore[assignment]
         return state
-    if target.named:
-        return compressor.runtime.entry(  # type: ignore[return-value]
-            target.scope, target.name, target.name, VariableState
-        )
+    if target.known.operation is not None:
+        name = target.known.kept
+        return compressor.runtime.entry(target.scope, name, name, VariableState)  # type: ignore[return-value]
     warn_unnamed(compressor)
     return None

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,17 +41,14 @@ class Message:
         self._state = state
         self._compressor = compressor
         self._channel = target.channel
-        self._name = target.name
-        self._shown = shown_name(target.scope, target.name)
+        self._known = target.known
+        self._name = target.known.name
+        self._shown = shown_name(target.scope, target.known.kept)
         self._sections = list(algorithm.sections(spec))
-        self._layout = Layout.of(
-            settings_of(compressor), [(target.name, spec.shape, spec.dtype, tuple(self._sections))]
-        )
+        entry = (self._name, spec.shape, spec.dtype, tuple(self._sections))
+        self._layout = Layout.of(settings_of(compressor), [entry])
         self._variable = self._layout.variable
         self._length = wire.HEADER_BYTES + self._layout.body_bytes
-        plain = re.sub(r"[^A-Za-z0-9.]", "_", self._shown)
-        # The names of operations allow few characters; what was replaced must not make two names equal.
-        self._operation = f"hvd_compress.{plain}.{zlib.crc32(self._shown.encode()):08x}" if target.named else None
 
     def pack(self, payload: Payload) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the message, uint8 of shape ``(1, length)``, and the token.
@@ -71,7 +66,8 @@ class Message:
         channel = self._channel
         if channel.transport is None:
             hvd = importlib.import_module("horovod.tensorflow")
-            named = {} if self._operation is None else {"name": self._operation, "ignore_name_scope": True}
+            operation = self._known.operation
+            named = {} if operation is None else {"name": operation, "ignore_name_scope": True}
             rows = hvd.allgather(row, process_set=channel.process_set, **named)
         else:
             # A resource that all exchanges have in common makes TensorFlow run them one after the other.
@@ -122,8 +118,7 @@ class Message:
             return [tf.identity(array) for array in arrays]
 
     def _pack(self, finite: np.ndarray, *arrays: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        runtime = self._compressor.runtime
-        step = runtime.sent[self._shown] = runtime.sent.get(self._shown, -1) + 1
+        step, self._known.messages = self._known.messages, self._known.messages + 1
         body = wire.encode_body(self._sections, arrays) if self._variable else None
         body_bytes = self._layout.body_bytes if body is None else body.nbytes
         header = wire.Header(wire.Kind.DATA, self._layout.digest, step, body_bytes, -1 if finite else 0)
@@ -133,8 +128,8 @@ class Message:
             message = wire.frame(header, body)
         if self._state is not None:
             self._state.steps += 1
-        _WATCH.begin(self._shown, self._channel.process_set)
-        telemetry = runtime.telemetry
+        _WATCH.begin(self, self._shown, self._channel.process_set)
+        telemetry = self._compressor.runtime.telemetry
         token = np.ones(1, np.float64 if self.spec.dtype == "float64" else np.float32)
         sent, dense = body_bytes + token.nbytes, self.spec.numel * ITEMSIZE[self.spec.dtype]
         telemetry.count(self._shown, sent, dense)
@@ -152,7 +147,7 @@ class Message:
         return rows
 
     def _unpack(self, gathered: np.ndarray) -> tuple[np.ndarray, ...]:
-        _WATCH.end(self._shown)
+        _WATCH.end(self)
         rows = self._split(gathered)
         headers = [wire.decode_header(row) for row in rows]
         for rank, header in enumerate(headers):

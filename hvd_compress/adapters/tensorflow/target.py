@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import re
+import zlib
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_compress.adapters.callsite import TensorFlowCall
-from hvd_compress.adapters.common import settings_of
+from hvd_compress.adapters.common import settings_of, shown_name
 from hvd_compress.adapters.tensorflow.state import Anchor, VariableState, make_variable
 from hvd_compress.base import Compressor
 from hvd_compress.errors import UnsupportedError
@@ -24,6 +28,28 @@ from hvd_compress.transport.horovod import HorovodTransport
 
 # All tapes together: a tape lives for a step, the state of its variables for longer.
 _TAPES = Anchor()
+# How often the variables of any compressor have been compared, by process set; the same on all its members.
+_COMPARED: Counter[str] = Counter()
+
+
+@dataclass
+class Known:
+    """A tensor that the ranks have compared.
+
+    What one rank's garbage collector does, or which models it keeps, must not show in what ranks
+    have in common, so ``kept`` alone may depend on it.
+
+    Attributes:
+        name: what ranks compare, and errors say.
+        operation: of Horovod, the same on all ranks; None for an unnamed direct call.
+        kept: the name in checkpoints and ``stats()``; free for another variable once this one is gone.
+        messages: how many this rank has written.
+    """
+
+    name: str
+    operation: str | None
+    kept: str
+    messages: int = 0
 
 
 @dataclass
@@ -36,15 +62,15 @@ class Channel:
         order: touched by every exchange through mpi4py, so that TensorFlow runs them in the
             order of the program, which is the same on all ranks.
         turns: how often a gradient that Horovod reduces for several variables has come.
-        names: of the variables, by which they are known in checkpoints and messages.
-        agreed: names of direct calls that have been compared between ranks.
+        variables: those that have been compared between ranks.
+        direct: the direct calls that have been, by name.
     """
 
     process_set: Any
     transport: Transport | None = None
     order: Any = None
-    names: WeakIdDictionary[str] = field(default_factory=WeakIdDictionary)
-    agreed: set[str] = field(default_factory=set)
+    variables: WeakIdDictionary[Known] = field(default_factory=WeakIdDictionary)
+    direct: dict[str, Known] = field(default_factory=dict)
     turns: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     @property
@@ -69,13 +95,12 @@ class Channel:
 
 @dataclass(frozen=True)
 class Target:
-    """What a tensor is the gradient of."""
+    """What a tensor is the gradient of; ``variable`` is None in direct calls."""
 
     scope: Scope
     channel: Channel
     variable: tf.Variable | None
-    name: str
-    named: bool
+    known: Known
 
 
 def find_target(compressor: Compressor, call: TensorFlowCall, tensor: tf.Tensor) -> tuple[Target, tf.Tensor]:
@@ -86,7 +111,7 @@ def find_target(compressor: Compressor, call: TensorFlowCall, tensor: tf.Tensor)
     """
     runtime = compressor.runtime
     if call.variables is None:
-        scope = runtime.scope(None, "allreduce", [], dict)
+        scope = runtime.scope("tensorflow", "allreduce", [], dict)
         channel = _channel(scope, call)
         name = call.name or "(unnamed)"
         if call.grouped:
@@ -94,12 +119,12 @@ def find_target(compressor: Compressor, call: TensorFlowCall, tensor: tf.Tensor)
         members = process_set_key(call.process_set)
         if members != "0":
             name = f"{name}@{members}"  # another tensor in each process set
-        if call.name is not None and name not in channel.agreed:
-            _agree(compressor, channel, name, [(name, tuple(tensor.shape), tensor.dtype.name, ())])
-            channel.agreed.add(name)
-        elif channel.transport is None:
-            _connect(compressor, channel)
-        return Target(scope, channel, None, name, call.name is not None), tensor
+        if name not in channel.direct:
+            if call.name is not None:
+                _agree(compressor, channel, name, [(name, tuple(tensor.shape), tensor.dtype.name, ())])
+            channel.direct[name] = Known(name, None if call.name is None else _operation(name), name)
+        _connect(compressor, channel)
+        return Target(scope, channel, None, channel.direct[name]), tensor
     if call.owner is None:
         scope = runtime.scope(_TAPES, "tape", [], WeakIdDictionary)
     else:
@@ -109,7 +134,7 @@ def find_target(compressor: Compressor, call: TensorFlowCall, tensor: tf.Tensor)
     _register(compressor, scope, channel, call)
     # Densified IndexedSlices have lost their first dimension.
     tensor = tf.ensure_shape(tensor, variable.shape)
-    return Target(scope, channel, variable, channel.names[variable], True), tensor
+    return Target(scope, channel, variable, channel.variables[variable]), tensor
 
 
 def _take_turn(channel: Channel, positions: tuple[int, ...]) -> int:
@@ -137,24 +162,28 @@ def _register(compressor: Compressor, scope: Scope, channel: Channel, call: Tens
         StateError: a loaded state is of another model.
     """
     pairs = zip(call.variables or [], call.gradients or [], strict=True)
-    new = [v for v, g in pairs if g is not None and not isinstance(g, tf.IndexedSlices) and v not in channel.names]
+    new = [v for v, g in pairs if g is not None and not isinstance(g, tf.IndexedSlices) and v not in channel.variables]
     if not new:
         return
-    runtime = compressor.runtime
-    for variable in new:
-        channel.names[variable] = _free_name(runtime, scope, channel, variable)
-    entries = [(channel.names[v], tuple(v.shape.as_list()), v.dtype.name, ()) for v in new]
+    runtime, key = compressor.runtime, process_set_key(channel.process_set)
+    names = _distinct([_name(runtime, variable) for variable in new], set())
+    entries = [(name, tuple(v.shape.as_list()), v.dtype.name, ()) for v, name in zip(new, names, strict=True)]
+    _COMPARED[key] += 1
+    number = f"{key}.{_COMPARED[key]}"
     try:
-        _agree(compressor, channel, runtime.next_exchange(process_set_key(channel.process_set)), entries)
-        for variable in new:
-            name, spec = channel.names[variable], TensorSpec(tuple(variable.shape.as_list()), variable.dtype.name)
-            chosen = compressor.choose(name, spec)
-            if chosen.compresses(spec) or chosen.has_momentum:
-                runtime.entry(scope, variable, channel.names[variable], VariableState)
+        _agree(compressor, channel, number, entries)
+        for variable, name, kept in zip(new, names, _kept_names(scope, channel, new, names), strict=True):
+            # A new worker of an elastic job has not counted with the others.
+            counted = "" if is_elastic() else number
+            operation = _operation(name if counted else shown_name(scope, kept), counted)
+            channel.variables[variable] = Known(name, operation, kept)
+            spec = TensorSpec(tuple(variable.shape.as_list()), variable.dtype.name)
+            if compressor.choose(name, spec).remembers(spec):
+                runtime.entry(scope, variable, kept, VariableState)
         runtime.check_all_restored_used(scope)
     except BaseException:
         for variable in new:
-            channel.names.pop(variable, None)
+            channel.variables.pop(variable, None)
             scope.entries.pop(variable, None)
         raise
 
@@ -185,13 +214,43 @@ def is_elastic() -> bool:
     return bool(int(os.environ.get("HOROVOD_ELASTIC", "0")))
 
 
-def _free_name(runtime: Runtime, scope: Scope, channel: Channel, variable: tf.Variable) -> str:
-    if variable in scope.entries:
-        return scope.entries[variable].name
-    name = next((name for name, bound in runtime.bound.items() if bound is variable), variable.name)
-    used = {*channel.names.values(), *(state.name for state in scope.entries.values())}
-    number, free = 1, name
-    while free in used:
-        number += 1
-        free = f"{name}#{number}"
-    return str(free)
+def _operation(name: str, number: str = "") -> str:
+    """Return a name for Horovod's operation; no two tensors have the same name and number."""
+    plain = re.sub(r"[^A-Za-z0-9.]", "_", name)
+    # Few characters are allowed; what was replaced must not make two names equal.
+    return ".".join(filter(None, ("hvd_compress", number, plain, f"{zlib.crc32(name.encode()):08x}")))
+
+
+def _name(runtime: Runtime, variable: tf.Variable) -> str:
+    bound = (name for (_, name), one in runtime.bound.items() if one is variable)
+    return str(next(bound, None) or runtime.paths.get(variable) or variable.name)
+
+
+def _kept_names(scope: Scope, channel: Channel, variables: list[Any], names: list[str]) -> list[str]:
+    """Return the variables' names in checkpoints and ``stats()``.
+
+    A model that is built like one that is gone gets its names, so that a state that is saved
+    now fits a process that has built this model alone.
+    """
+
+    def used() -> set[str]:
+        return {known.kept for known in channel.variables.values()} | {s.name for s in scope.entries.values()}
+
+    fresh = [name for variable, name in zip(variables, names, strict=True) if variable not in scope.entries]
+    if used().intersection(fresh):
+        gc.collect()  # models are part of reference cycles, so the old one may only seem alive
+    new_names = iter(_distinct(fresh, used()))
+    return [scope.entries[v].name if v in scope.entries else next(new_names) for v in variables]
+
+
+def _distinct(names: list[str], used: set[str]) -> list[str]:
+    """Number those that are used already."""
+    used, distinct = set(used), []
+    for name in names:
+        number, free = 1, name
+        while free in used:
+            number += 1
+            free = f"{name}#{number}"
+        used.add(free)
+        distinct.append(free)
+    return distinct

@@ -25,29 +25,29 @@ class Watch:
     def __init__(self, interval: float = 0.5) -> None:
         self._interval = interval
         self._limit = timeout_limit()
-        self._since: dict[str, tuple[float, Any]] = {}
+        self._since: dict[Any, tuple[float, str, Any]] = {}
         self._started = False
         self._lock = threading.Lock()
 
-    def begin(self, name: str, process_set: Any) -> None:
-        """Note that a message is on its way."""
+    def begin(self, key: Any, name: str, process_set: Any) -> None:
+        """Note that a message is on its way; ``key`` is its own, ``name`` is shown."""
         with self._lock:
-            self._since[name] = (time.monotonic(), process_set)
+            self._since[key] = (time.monotonic(), name, process_set)
             if not self._started:
                 self._started = True
                 threading.Thread(target=self._run, name="hvd_compress-watch", daemon=True).start()
 
-    def end(self, name: str) -> None:
+    def end(self, key: Any) -> None:
         """Note that it has come back."""
         with self._lock:
-            self._since.pop(name, None)
+            self._since.pop(key, None)
 
     def _run(self) -> None:
         warn_at = base.WARN_AFTER_S
         while True:
             time.sleep(self._interval)
             with self._lock:
-                oldest = min(((since, name, ps) for name, (since, ps) in self._since.items()), default=None)
+                oldest = min(self._since.values(), key=lambda one: one[0], default=None)
             if oldest is None:
                 warn_at = base.WARN_AFTER_S
                 continue
