@@ -201,6 +201,11 @@ class Compressor(ShortRepr, abc.ABC):
         """Tell whether such a tensor is compressed; otherwise it travels dense."""
         return self.policy.route(spec.shape) is Route.EXCHANGE
 
+    @property
+    def selects_over_model(self) -> bool:
+        """Whether it depends on all other tensors what is sent of one."""
+        return False
+
     def remembers(self, spec: TensorSpec) -> bool:
         """Tell whether anything is remembered of such a tensor, dense ones' momentum included."""
         return self.compresses(spec) or self.has_momentum

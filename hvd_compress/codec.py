@@ -36,21 +36,46 @@ def encode_step(
         The payload, and the new values of all slots.  If the gradient holds NaN or infinity
         they are the old ones: one infinity that entered a residual would stay there for ever.
     """
-    memory = dict(step.memory)
+    x, changed = compensated(compressor, gradient, spec, ops, step)
+    step = dataclasses.replace(step, memory=started(compressor, step.memory, spec, ops, gradient))
+    payload = compressor.encode(x, spec, ops, step)
+    return dataclasses.replace(payload, memory={}), kept(compressor, x, changed, payload, spec, ops, step)
+
+
+def started(
+    compressor: Compressor, memory: Mapping[str, Array], spec: TensorSpec, ops: Ops, like: Array
+) -> dict[str, Array]:
+    """Return the memory with all the compressor's own slots; those that are new start as zeros."""
+    memory = dict(memory)
     for slot in compressor.slots(spec):
         # Another compressor, of an earlier step, may have had one of the same name.
         if slot.name not in memory or ops.shape(memory[slot.name]) != (slot.count,):
-            memory[slot.name] = ops.zeros(slot.count, slot.dtype, gradient)
-    feedback, step = compressor.feedback, dataclasses.replace(step, memory=memory)
-    new: dict[str, Array]
-    if feedback is None:
-        x = ops.astype(ops.flatten(gradient), spec.accumulator)
-        payload, new = compressor.encode(x, spec, ops, step), {}
-    else:
-        x, changed = feedback.compensate(gradient, spec, ops, step)
-        payload = compressor.encode(x, spec, ops, step)
-        new = feedback.keep({**memory, **changed}, x, payload, compressor, spec, ops)
-    new.update(payload.memory)
+            memory[slot.name] = ops.zeros(slot.count, slot.dtype, like)
+    return memory
+
+
+def compensated(
+    compressor: Compressor, gradient: Array, spec: TensorSpec, ops: Ops, step: Step
+) -> tuple[Array, Mapping[str, Array]]:
+    """Return what is to be compressed, and slots of feedback that have changed."""
+    if compressor.feedback is None:
+        return ops.astype(ops.flatten(gradient), spec.accumulator), {}
+    return compressor.feedback.compensate(gradient, spec, ops, step)
+
+
+def kept(
+    compressor: Compressor,
+    x: Array,
+    changed: Mapping[str, Array],
+    payload: Payload,
+    spec: TensorSpec,
+    ops: Ops,
+    step: Step,
+) -> dict[str, Array]:
+    """Return the new values of all slots after ``x`` was sent as ``payload``; ``x`` may be overwritten."""
+    memory, new = step.memory, dict(payload.memory)
+    if compressor.feedback is not None:
+        new.update(compressor.feedback.keep({**memory, **changed}, x, payload, compressor, spec, ops))
     for name, value in new.items():
         old = memory.get(name)
         if old is None:
@@ -59,7 +84,7 @@ def encode_step(
     for slot in slots_of(compressor, spec):
         if slot.name in new:
             new[slot.name] = ops.astype_finite(new[slot.name], slot.dtype)
-    return dataclasses.replace(payload, memory={}), new
+    return new
 
 
 def give_back(

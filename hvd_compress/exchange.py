@@ -35,6 +35,8 @@ class Item:
         finite: 0-d boolean on the tensor's device.
         give_back: returns to the residual what this item took out of it.
         counted: called with the payload's bytes, for one whose size varies.
+        waiting, join: for a tensor of which it depends on others what is sent: before the
+            exchange, ``join`` gets what is ``waiting`` of all of them and returns more items.
     """
 
     name: str
@@ -45,6 +47,8 @@ class Item:
     finite: Array
     give_back: Callable[[], None]
     counted: Callable[[int], None] | None = None
+    waiting: Any = None
+    join: Callable[[list[Any]], list[Item]] | None = None
 
 
 @dataclass(frozen=True)
@@ -192,6 +196,10 @@ class Exchange:
             # Exchanged in a step that was given up before it was applied.
             item.give_back()
         self._uncollected, self._sent = {}, []
+        joining = [item for item in items if item.join is not None]
+        if joining:
+            join: Any = joining[0].join
+            items = sorted([*items, *join([item.waiting for item in joining])], key=lambda item: item.name)
         agreed = self._agreed.get(slot)
         expected = agreed is not None and agreed.body_bytes
         if not (expected or self._watch_dense or any(item.sections for item in items)):

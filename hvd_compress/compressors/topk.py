@@ -12,10 +12,13 @@ from dataclasses import dataclass, field
 
 from hvd_compress.base import Compressor, is_quantiser
 from hvd_compress.compressors.sparsifier import Sparsifier
+from hvd_compress.errors import ConfigError
 from hvd_compress.feedback import ErrorFeedback, Feedback
 from hvd_compress.ops.base import Array, Ops
 from hvd_compress.step import EXACT, FIRST, Payload, Step, TensorSpec
 from hvd_compress.wire import ArraySection, IndexSection, Section
+
+SCOPES = ("tensor", "model")
 
 logger = logging.getLogger("hvd_compress")
 
@@ -34,6 +37,8 @@ class TopK(Sparsifier):
             see :class:`~hvd_compress.compressors.sparsifier.Sparsifier`.
         values: how the values are compressed in their turn, such as ``Int8()``, ``QSGD(bits=2)``
             or ``EFSign()``; None sends them as they are.  Feedback keeps what both drop.
+        scope: ``"tensor"``, or ``"model"`` to send the largest elements of all tensors together,
+            ``ratio`` of all their elements (PyTorch optimizers only, and without ``values``).
         feedback: ``ErrorFeedback()`` by default; None drops for good what is not sent.
         min_numel, seed, transport, on_nonfinite: see :class:`~hvd_compress.base.Compressor`.
 
@@ -46,10 +51,14 @@ class TopK(Sparsifier):
     """
 
     values: Compressor | None = field(default=None, kw_only=True)
+    scope: str = field(default="tensor", kw_only=True)
     feedback: Feedback | None = field(default=ErrorFeedback(), kw_only=True)
 
     def __post_init__(self) -> None:
         self._require(self.values is None or is_quantiser(self.values), "values", "a quantiser such as Int8(), or None")
+        self._require(self.scope in SCOPES, "scope", f"one of {', '.join(map(repr, SCOPES))}")
+        if self.scope == "model" and self.values is not None:
+            raise ConfigError(f"{type(self).__name__} expected values=None with scope='model', got {self.values!r}")
         super().__post_init__()
         if isinstance(self.ratio, int):
             logger.warning("TopK(1) sends every element, and its position with it; for 1 % write TopK(0.01)")
@@ -58,6 +67,11 @@ class TopK(Sparsifier):
         """``k / n``, times what compressing the values leaves of it."""
         values = EXACT[spec.dtype] if self.values is None else self.values.delta(self._selected(spec))
         return self.kept(spec) / spec.numel * values
+
+    @property
+    def selects_over_model(self) -> bool:
+        """Whether the largest elements of all tensors together are sent."""
+        return self.scope == "model"
 
     def sections(self, spec: TensorSpec) -> Sequence[Section]:
         """Positions, then values."""

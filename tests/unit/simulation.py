@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from hvd_compress import Step, TensorSpec, TopK
-from hvd_compress.adapters.torch import _encode
+from hvd_compress.adapters.torch.encoding import encode as _encode
 from hvd_compress.codec import encode_step, give_back
 from hvd_compress.exchange import Exchange, Item
 from hvd_compress.ops.numpy import NumpyOps

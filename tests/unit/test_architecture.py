@@ -36,7 +36,7 @@ FRAMEWORKS = {"torch", "tensorflow", "keras", "tf_keras", "horovod", "mpi4py", "
 # What belongs to a framework, by file or folder; it is loaded when that framework's first tensor comes.
 MAY_IMPORT = {
     "ops/torch.py": {"torch"},
-    "adapters/torch.py": {"torch"},
+    "adapters/torch": {"torch"},
     "ops/tensorflow.py": {"tensorflow"},
     "adapters/tensorflow": {"tensorflow"},
     "keras": {"tensorflow", "keras", "horovod"},

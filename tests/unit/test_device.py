@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hvd_compress import TensorSpec, TopK
-from hvd_compress.adapters.torch import _encode
+from hvd_compress.adapters.torch.encoding import encode as _encode
 from hvd_compress.ops.torch import TorchOps
 from hvd_compress.state import ParameterState
 

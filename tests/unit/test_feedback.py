@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_compress import ErrorFeedback, Step, TensorSpec, TopK
-from hvd_compress.adapters.torch import _encode
+from hvd_compress.adapters.torch.encoding import encode as _encode
 from hvd_compress.codec import encode_step
 from hvd_compress.ops.numpy import NumpyOps
 from hvd_compress.ops.torch import TorchOps

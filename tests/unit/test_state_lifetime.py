@@ -11,7 +11,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hvd_compress import ConfigError, TensorSpec, TopK
-from hvd_compress.adapters.torch import _encode
+from hvd_compress.adapters.torch.encoding import encode as _encode
 from hvd_compress.state import Runtime, process_set_key
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from hvd_compress import Compressor, ConfigError, ErrorFeedback, Step, TensorSpec, TopK
-from hvd_compress.adapters.torch import _encode
+from hvd_compress.adapters.torch.encoding import encode as _encode
 from hvd_compress.codec import encode_step
 from hvd_compress.compressors import ALL
 from hvd_compress.ops.numpy import NumpyOps
@@ -269,6 +269,7 @@ def test_defaults_and_all_settings_are_compared_between_ranks():
         "TopK.transport": "'auto'",
         "TopK.on_nonfinite": "'propagate'",
         "TopK.values": "None",
+        "TopK.scope": "'tensor'",
     }
 
 

@@ -79,6 +79,10 @@ class Encoder:
             raise UnsupportedError(
                 f"{chosen} expected stages of one kind under TensorFlow, where a graph is made once for all steps"
             )
+        if self.stages[0].selects_over_model:
+            raise UnsupportedError(
+                f"{chosen} expected PyTorch: TensorFlow's graph reduces every tensor by itself; use scope='tensor'"
+            )
         self._slots = () if state is None else slots_of(self.stages[0], spec)
         self._index: tf.Tensor | None = None
 
@@ -111,8 +115,8 @@ class Encoder:
         return {} if self.state is None else {s.name: self._read(s.name) for s in self._slots}
 
     def _read(self, name: str) -> tf.Tensor:
-        assert self.state is not None
-        return tf.cast(self.state.variable(name).read_value(), self.spec.accumulator)
+        state: Any = self.state
+        return tf.cast(state.variable(name).read_value(), self.spec.accumulator)
 
     def encode(
         self, algorithm: Compressor, gradient: tf.Tensor, memory: Mapping[str, tf.Tensor]

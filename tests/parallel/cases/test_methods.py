@@ -81,7 +81,7 @@ def optimizer(model, compression):
     )
 
 
-@pytest.mark.parametrize("method", ["randomk-block", "powersgd", "dgc", "fp16-feedback", "topk-ef21"])
+@pytest.mark.parametrize("method", ["randomk-block", "powersgd", "dgc", "fp16-feedback", "topk-ef21", "threshold"])
 def test_a_step_with_nan_on_one_rank_leaves_no_trace(world, method):
     """The result is NaN on all ranks, and what is remembered is as if the step had not been sent."""
     model, compression = Net(), METHODS[method]()
@@ -116,3 +116,38 @@ def test_two_momenta_are_warned_of(world, caplog):
     world.backward(model, world.gradients(model, 0))
     opt.step()
     assert "DGC accumulates momentum itself, and so does the optimizer" in caplog.text
+
+
+@pytest.mark.parametrize("feedback", [hc.ErrorFeedback(), None])
+def test_the_largest_elements_of_all_tensors_together(world, feedback):
+    """Tensors of larger gradients send more; what is sent is what sorting all of them gives."""
+    model, compression = Net(), hc.TopK(0.02, scope="model", feedback=feedback)
+    opt = optimizer(model, compression)
+    names = ["first.weight", "second.weight"]
+    expected = {name: p.detach().double().numpy().copy() for name, p in model.named_parameters()}
+    residuals = [{name: np.zeros(expected[name].size) for name in names} for _ in range(world.size)]
+    for step in range(6):
+        gradients = world.gradients(model, step)
+        gradients["second.weight"] = [g * (3 if step % 2 else 0.2) for g in gradients["second.weight"]]
+        opt.zero_grad()
+        world.backward(model, gradients)
+        opt.step()
+        total = {name: np.zeros(expected[name].size) for name in names}
+        for rank, residual in enumerate(residuals):
+            x = np.concatenate([residual[n] + gradients[n][rank].ravel() for n in names])
+            chosen = np.argsort(-np.abs(x), kind="stable")[: int(np.ceil(0.02 * x.size))]
+            sent = np.zeros_like(x)
+            sent[chosen] = x[chosen]
+            for n, part, left in zip(names, np.split(sent, [2560]), np.split(x - sent, [2560]), strict=True):
+                total[n] += part
+                residual[n] = left if feedback is not None else 0 * left
+        for n in names:
+            expected[n] -= LR * total[n].reshape(expected[n].shape) / world.size
+    world.same_everywhere(model.parameters())
+    for name in names:
+        assert np.abs(dict(model.named_parameters())[name].detach().numpy() - expected[name]).max() < 1e-4, name
+    if feedback is not None:
+        for name in names:
+            kept = compression.state_dict()["parameters"][f"optimizer0/{name}"]["residual"].numpy()
+            assert np.abs(kept - residuals[world.rank][name]).max() < 1e-4
+    assert compression.stats()["exchanges"] == 6

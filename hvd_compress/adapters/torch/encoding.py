@@ -1,0 +1,127 @@
+"""Compressing one tensor, and what is remembered of it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hvd_compress.adapters.common import (
+    logger,
+    without_feedback,
+)
+from hvd_compress.base import Compressor
+from hvd_compress.codec import encode_step, give_back, slots_of
+from hvd_compress.errors import StateError
+from hvd_compress.exchange import Item
+from hvd_compress.ops.torch import TorchOps
+from hvd_compress.state import RESIDUAL, ParameterState
+from hvd_compress.step import Payload, Step, TensorSpec
+
+OPS = TorchOps()
+
+
+def nothing() -> None:
+    """Give back nothing: dense tensors have no residual."""
+
+
+@torch.no_grad()
+def encode(
+    algorithm: Compressor,
+    tensor: torch.Tensor,
+    spec: TensorSpec,
+    name: str,
+    state: ParameterState | None,
+    place: tuple[int, int] = (0, 1),
+) -> Item:
+    """Compress one tensor and update what is remembered of it."""
+    payload, give_back = compressed(algorithm, tensor, spec, name, state, place)
+    return Item(name, spec.shape, spec.dtype, algorithm.sections(spec), payload.arrays, payload.finite, give_back)
+
+
+def compressed(
+    algorithm: Compressor,
+    tensor: torch.Tensor,
+    spec: TensorSpec,
+    name: str,
+    state: ParameterState | None,
+    place: tuple[int, int],
+) -> tuple[Payload, Callable[[], None]]:
+    """Return the payload, and what gives back what it has taken out of what is remembered."""
+    if state is None:
+        # A direct call without a name has no place to remember anything.
+        algorithm, memory, number = without_feedback(algorithm), {}, 0
+    else:
+        memory, number = fitting(state, tensor, spec), state.steps
+    step = Step(name, number, *place, memory)
+    payload, new = encode_step(algorithm, tensor, spec, OPS, step)
+    if state is None:
+        return payload, nothing
+    state.store(new)
+    state.common.update(slot.name for slot in slots_of(algorithm, spec) if slot.common)
+    state.steps += 1
+    if algorithm.feedback is None:
+        return payload, nothing
+    return payload, GiveBack(algorithm, weakref.ref(state), payload, spec)
+
+
+def release(
+    algorithm: Compressor, total: torch.Tensor, state: ParameterState | None, spec: TensorSpec, void: bool
+) -> torch.Tensor:
+    """Return what the optimizer gets for the decoded sum; ``void`` if the step does not count."""
+    if algorithm.feedback is None or state is None:
+        return total
+    total, new = algorithm.feedback.release(state.memory(), total, spec, OPS)
+    if not void:
+        state.store(new)
+    return total
+
+
+def fitting(state: ParameterState, tensor: torch.Tensor, spec: TensorSpec) -> dict[str, torch.Tensor]:
+    """Return the memory as the tensor needs it, after a move, a change of dtype or of size."""
+    restored, state.restored = state.restored, False
+    memory: dict[str, Any] = state.memory()
+    for name, kept in memory.items():
+        # A checkpoint that TensorFlow has written has NumPy arrays.
+        x = kept if isinstance(kept, torch.Tensor) else torch.from_numpy(kept)
+        memory[name] = OPS.astype(OPS.move_like(x, tensor), spec.accumulator)
+    residual = memory.get(RESIDUAL)
+    if residual is not None and residual.shape != (spec.numel,):
+        expected = f"expected {spec.numel} elements in the residual of {state.name!r}, got {residual.numel()}"
+        if restored:
+            raise StateError(f"{expected}: the loaded state is of another model")
+        logger.warning("%s: the parameter has changed its size, so its residual is dropped", expected)
+        state.slots.clear()
+        return {}
+    return memory
+
+
+@dataclass
+class GiveBack:
+    """Put back, once, into what is remembered what was taken out to be sent."""
+
+    algorithm: Compressor
+    # Weakly: a model that is gone must not live on in what was sent last.
+    state: weakref.ref[ParameterState]
+    payload: Payload
+    spec: TensorSpec
+    done: bool = False
+
+    def __call__(self) -> None:
+        """Do it."""
+        if self.done:
+            return
+        self.done = True
+        # Where the gradient was not finite, nothing was taken out.
+        state = self.state()
+        memory = {} if state is None else state.memory()
+        if state is None or not memory or not bool(self.payload.finite):
+            return
+        # The model may have been converted meanwhile.
+        kept = {name: OPS.dtype(x) for name, x in memory.items()}
+        exact = {name: OPS.astype(x, self.spec.accumulator) for name, x in memory.items()}
+        restored = give_back(self.algorithm, exact, self.payload, self.spec, OPS)
+        state.store({name: OPS.astype(x, kept[name]) for name, x in restored.items()})
