@@ -12,6 +12,9 @@ from hvd_compress.errors import StateError
 from hvd_compress.state import ParameterState
 from hvd_compress.transport.horovod import in_fresh_thread
 
+# Seen in TensorFlow's error when a module is exported together with its training step, to which they belong.
+_HINT = "export_without_the_training_function"
+
 
 class Anchor:
     """Something that can be referred to weakly."""
@@ -21,7 +24,7 @@ class StepCounter:
     """Counts, in the graph, how often something has run."""
 
     def __init__(self) -> None:
-        self.variable = make_variable(np.zeros((), np.int64), "hvd_compress_steps", "CPU:0")
+        self.variable = make_variable(np.zeros((), np.int64), "steps", "CPU:0")
 
     def __call__(self) -> int:
         """Return the count."""
@@ -67,7 +70,7 @@ class VariableState(ParameterState):
                     f"expected {spec.numel} elements in the residual of {self.name!r}, got {start.shape[0]}: "
                     "the loaded state is of another model"
                 )
-            self._variable = make_variable(start.astype(spec.accumulator), "hvd_compress_residual", device)
+            self._variable = make_variable(start.astype(spec.accumulator), "residual", device)
             self._loaded = None
         return self._variable
 
@@ -81,7 +84,7 @@ def make_variable(value: np.ndarray, name: str, device: str) -> tf.Variable:
 
     def make() -> tf.Variable:
         with tf.device(device):
-            return tf.Variable(value, trainable=False, name=name)
+            return tf.Variable(value, trainable=False, name=f"hvd_compress_{name}_{_HINT}")
 
     return in_fresh_thread(make).result()
 

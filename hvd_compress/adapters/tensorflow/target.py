@@ -207,7 +207,7 @@ def _connect(compressor: Compressor, channel: Channel) -> None:
         return
     number = compressor.runtime.next_exchange(process_set_key(channel.process_set))
     channel.transport = open_transport("mpi", channel.process_set, f"hvd_compress.{number}", "tensorflow")
-    channel.order = make_variable(np.zeros((), np.int32), "hvd_compress_order", "CPU:0")
+    channel.order = make_variable(np.zeros((), np.int32), "order", "CPU:0")
 
 
 def is_elastic() -> bool:
