@@ -162,8 +162,10 @@ def _exchange(compressor: Compressor, scope: Scope, call: Call) -> Exchange:
 
         def connect() -> Transport:
             runtime.check_all_restored_used(scope)
-            # All members of a process set open their exchanges over it in the same order.
-            label = f"hvd_compress.{runtime.next_exchange(key)}"
+            # Loops in several threads get here in any order, so the name of a parameter, not a number alone, tells
+            # their exchanges apart, as it does their gradients in Horovod.
+            name = min(call.owner._parameter_names.values()) if call.owner is not None else _name(call)
+            label = f"hvd_compress.{runtime.next_exchange(f'{key}.{name}')}"
             return open_transport(compressor.transport, process_set, label)
 
         settings = settings_of(compressor)
