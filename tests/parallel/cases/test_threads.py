@@ -30,7 +30,9 @@ def train(world, which, results, delay, transport):
         named = hvd.allreduce(torch.tensor(gradients[world.rank]), name=f"direct{which}", compression=compression)
         total = total - expected.reduce("w", gradients)
         direct = expected.reduce("direct", gradients)
-        results[which].append(max(np.abs(parameter.detach().numpy() - total).max(), np.abs(named.numpy() - direct).max()))
+        results[which].append(
+            max(np.abs(parameter.detach().numpy() - total).max(), np.abs(named.numpy() - direct).max())
+        )
 
 
 @pytest.mark.parametrize("transport", ["auto", "horovod"])
