@@ -23,6 +23,7 @@ _TORCH_OPS = "horovod.torch.mpi_ops"
 _TENSORFLOW = "horovod.tensorflow"
 #: Modules in which ``self`` is the optimizer.
 _KERAS = ("horovod._keras", "hvd_compress.keras.wrapping")
+_AGGREGATION = "horovod.tensorflow.gradient_aggregation_eager"
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,9 @@ def tensorflow_salt() -> tuple[Any, ...] | None:
 
     Horovod keeps one function for all tapes and optimizers with equal arguments, and
     TensorFlow one trace of it for all variables of equal shapes, so two models would share
-    residuals.  Both find them by hash, so the hash has to tell who asks.
+    residuals.  Both find them by hash, so the hash has to tell who asks.  A tape is new in every
+    step; it is known by the variables it has watched, and, since the tapes of a GAN watch those of
+    both models, by the place in the program where it is wrapped.
 
     Raises:
         UnsupportedError: a stock Horovod optimizer around a Keras 3 optimizer, which never reduces.
@@ -193,9 +196,35 @@ def tensorflow_salt() -> tuple[Any, ...] | None:
                 "or use Keras 2 (tf_keras with TF_USE_LEGACY_KERAS=1)"
             )
         if hasattr(frame_locals.get("tape"), "watched_variables"):
-            return ("tape", *sorted(_SERIALS.of(v) for v in frame_locals["tape"].watched_variables()))
+            watched = sorted(_SERIALS.of(v) for v in frame_locals["tape"].watched_variables())
+            return ("tape", *watched, *_place())
         return ("optimizer", _SERIALS.of(user))
     return ("function",) if asked else None
+
+
+def variables_being_reduced() -> list[Any] | None:
+    """Return the variables that Horovod's innermost tape or Keras optimizer is reducing, eagerly, gradients of."""
+    for function, _, frame_locals in _tensorflow_frames():
+        # Inside a class Python puts its name before two underscores.
+        name = "rs" if function == "gradient" else "rv" if function.endswith("__filtered_reduce_grads") else None
+        if name in frame_locals:
+            return list(frame_locals[name])
+    return None
+
+
+def _place() -> tuple[tuple[str, str, int, int], ...]:
+    """Say where in the program a tape is being wrapped; what is in the frames is not looked at."""
+    place, outside = [], False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if outside:
+            place.append((code.co_filename, code.co_name, code.co_firstlineno, frame.f_lasti))
+        # Horovod asks for the hash at several places of its own, which must get the same.
+        is_horovod = frame.f_globals.get("__name__") == _TENSORFLOW
+        outside = outside or (is_horovod and code.co_name.endswith("DistributedGradientTape"))
+        frame = frame.f_back
+    return tuple(place)
 
 
 _SERIALS = Serials()
@@ -206,7 +235,7 @@ def _tensorflow_frames() -> Iterator[tuple[str, str, dict[str, Any]]]:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module == _TENSORFLOW or module in _KERAS:
+        if module in (_TENSORFLOW, _AGGREGATION, *_KERAS):
             # AutoGraph calls its versions tf__name.
             yield frame.f_code.co_name.removeprefix("tf__"), module, frame.f_locals
         frame = frame.f_back

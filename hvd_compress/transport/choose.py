@@ -46,7 +46,7 @@ def open_transport(choice: str, process_set: Any, label: str, framework: str = "
             log("%s; exchanging through hvd.allgather instead", message)
             return fallback
     ranks_of_mpi = [world_rank for _, world_rank, _ in ranks]
-    return MPITransport.for_ranks(ranks_of_mpi, functools.partial(_check_horovod, framework))
+    return MPITransport.for_ranks(ranks_of_mpi, label, functools.partial(_check_horovod, framework))
 
 
 def _mpi_rank(framework: str) -> tuple[int, str]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import zlib
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from hvd_compress.transport.base import Transport
+
+# As many as every MPI library has.
+_TAGS = 2**15
 
 
 class MPITransport(Transport):
@@ -29,14 +33,16 @@ class MPITransport(Transport):
         self.size = comm.Get_size()
 
     @classmethod
-    def for_ranks(cls, world_ranks: list[int], check_alive: Callable[[], None] | None = None) -> MPITransport:
-        """Build a communicator of these ranks of ``COMM_WORLD``; collective over them alone."""
+    def for_ranks(
+        cls, world_ranks: list[int], label: str, check_alive: Callable[[], None] | None = None
+    ) -> MPITransport:
+        """Build a communicator of these ranks of ``COMM_WORLD``; collective over them alone.
+
+        MPI pairs the calls by ``label``, so that two threads may do it at the same time.
+        """
         mpi: Any = importlib.import_module("mpi4py.MPI")
-        world = mpi.COMM_WORLD
-        if world_ranks == list(range(world.Get_size())):
-            return cls(world.Dup(), check_alive)
-        group = world.Get_group().Incl(world_ranks)
-        return cls(world.Create_group(group, tag=0x4876), check_alive)
+        group = mpi.COMM_WORLD.Get_group().Incl(world_ranks)
+        return cls(mpi.COMM_WORLD.Create_group(group, tag=zlib.crc32(label.encode()) % _TAGS), check_alive)
 
     def allgather(self, message: np.ndarray, what: str) -> np.ndarray:
         """Gather messages of one length with a single ``MPI_Iallgather``."""

@@ -13,6 +13,9 @@ from hvd_compress.state import RESIDUAL, ParameterState
 from hvd_compress.step import Slot
 from hvd_compress.transport.horovod import in_fresh_thread
 
+# Seen in TensorFlow's error when a module is exported together with its training step, to which they belong.
+_HINT = "export_without_the_training_function"
+
 
 class Anchor:
     """Something that can be referred to weakly."""
@@ -22,7 +25,7 @@ class StepCounter:
     """Counts, in the graph, how often something has run."""
 
     def __init__(self) -> None:
-        self.variable = make_variable(np.zeros((), np.int64), "hvd_compress_steps", "CPU:0")
+        self.variable = make_variable(np.zeros((), np.int64), "steps", "CPU:0")
 
     def __call__(self) -> int:
         """Return the count."""
@@ -101,7 +104,7 @@ class VariableState(ParameterState):
                     f"expected {slot.count} elements in the {slot.name} of {self.name!r}, got {start.shape[0]}: "
                     "the loaded state is of another model"
                 )
-            self._variables[slot.name] = make_variable(start, f"hvd_compress_{slot.name}", device, slot.dtype)
+            self._variables[slot.name] = make_variable(start, slot.name, device, slot.dtype)
             self._loaded.pop(slot.name, None)
             if slot.common:
                 self.common.add(slot.name)
@@ -117,7 +120,7 @@ def make_variable(value: np.ndarray, name: str, device: str, dtype: str | None =
     def make() -> tf.Variable:
         with tf.device(device):
             start = value if dtype is None else tf.cast(value, dtype)
-            return tf.Variable(start, trainable=False, name=name)
+            return tf.Variable(start, trainable=False, name=f"hvd_compress_{name}_{_HINT}")
 
     return in_fresh_thread(make).result()
 

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from hvd_compress.adapters.callsite import TensorFlowCall
 from hvd_compress.adapters.common import settings_of, shown_name
+from hvd_compress.adapters.tensorflow.guard import guard_variables
 from hvd_compress.adapters.tensorflow.state import Anchor, VariableState, make_variable
 from hvd_compress.base import Compressor
 from hvd_compress.errors import UnsupportedError
@@ -129,6 +130,7 @@ def find_target(compressor: Compressor, call: TensorFlowCall, tensor: tf.Tensor)
         scope = runtime.scope(_TAPES, "tape", [], WeakIdDictionary)
     else:
         scope = runtime.scope(call.owner, None, call.variables, WeakIdDictionary)
+    guard_variables(call)
     channel = _channel(scope, call)
     variable = call.variables[_take_turn(channel, call.positions)]
     _register(compressor, scope, channel, call)
@@ -206,7 +208,7 @@ def _connect(compressor: Compressor, channel: Channel) -> None:
         return
     number = compressor.runtime.next_exchange(process_set_key(channel.process_set))
     channel.transport = open_transport("mpi", channel.process_set, f"hvd_compress.{number}", "tensorflow")
-    channel.order = make_variable(np.zeros((), np.int32), "hvd_compress_order", "CPU:0")
+    channel.order = make_variable(np.zeros((), np.int32), "order", "CPU:0")
 
 
 def is_elastic() -> bool:

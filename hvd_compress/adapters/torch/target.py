@@ -147,11 +147,13 @@ def _exchange(compressor: Compressor, scope: Scope, call: Call) -> Exchange:
     key = process_set_key(process_set)
     exchange = scope.exchanges.get(key)
     if exchange is None:
+        # Loops in several threads connect in any order, so the name of a parameter, not a number alone, tells
+        # their exchanges apart, as it does their gradients in Horovod.
+        name = min(call.owner._parameter_names.values()) if call.owner is not None else _name(call)
 
         def connect() -> Transport:
             runtime.check_all_restored_used(scope)
-            # All members of a process set open their exchanges over it in the same order.
-            label = f"hvd_compress.{runtime.next_exchange(key)}"
+            label = f"hvd_compress.{runtime.next_exchange(f'{key}.{name}')}"
             return open_transport(compressor.transport, process_set, label)
 
         settings = settings_of(compressor)

@@ -128,3 +128,37 @@ def test_stats(world):
     assert stats["dense_bytes"] == 3 * 4 * (2000 + 50 + 2100)
     assert stats["parameters"]["w1:0"]["bytes_sent"] == 3 * 4 * 50
     assert hvd.size() > 1 and 5 < stats["ratio"] < 20
+
+
+def test_saved_model(world, tmp_path):
+    """A residual is no part of the model: a module is exported without the function that trains it."""
+
+    class Trained(tf.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = tf.Variable(tf.ones((40, 50)))
+            self.compression = world.topk()
+
+        @tf.function(input_signature=[tf.TensorSpec((None, 40))])
+        def serve(self, x):
+            return x @ self.weight
+
+        @tf.function
+        def train(self, x):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(self.serve(x))
+            tape = hvd.DistributedGradientTape(tape, compression=self.compression)
+            self.weight.assign_sub(tape.gradient(loss, [self.weight])[0])
+
+    model = Trained()
+    model.train(tf.ones((4, 40)))
+    with pytest.raises(KeyError, match="hvd_compress_residual_export_without_the_training_function"):
+        tf.saved_model.save(model, str(tmp_path / "whole"), signatures=model.serve)
+    export = tf.Module()
+    export.weight, export.serve = model.weight, model.serve
+    tf.saved_model.save(export, str(tmp_path / "export"), signatures=model.serve)
+    loaded = tf.saved_model.load(str(tmp_path / "export"))
+    assert (loaded.serve(tf.ones((4, 40))).numpy() == model.serve(tf.ones((4, 40))).numpy()).all()
+    # A checkpoint takes the whole.
+    saved = tf.train.Checkpoint(model=model).save(str(tmp_path / "checkpoint"))
+    tf.train.Checkpoint(model=Trained()).restore(saved).assert_consumed()

@@ -6,6 +6,8 @@ import pytest
 import tensorflow as tf
 from conftest import Model, check
 
+from hvd_compress import TopK, UnsupportedError
+
 SHAPES = [(40, 50), (50,), (30, 70), (8, 8)]
 
 
@@ -260,3 +262,112 @@ def test_unnamed_direct_calls_keep_nothing(world):
         got = hvd.allreduce(tf.constant(gradients[world.rank]), compression=compression)
         check([got], [world.reference(feedback=False).reduce("t", gradients)])
     assert compression.state_dict()["parameters"] == {}
+
+
+class Gan:
+    """Two models of equal shapes; tapes watch the variables of both."""
+
+    def __init__(self, world, graph):
+        self.world, self.graph = world, graph
+        self.models = [Model(SHAPES, prefix="g"), Model(SHAPES, prefix="d")]
+        self.references = [world.reference(), world.reference()]
+
+    def losses(self):
+        one, two = (model.loss() for model in self.models)
+        return one + 0 * two, two + 0 * one
+
+    def run(self, step, steps=4):
+        step = tf.function(step) if self.graph else step
+        for number in range(steps):
+            gradients = [self.world.gradients(10 * number + which, SHAPES) for which in range(2)]
+            for model, mine in zip(self.models, gradients, strict=True):
+                model.want(mine, self.world.rank)
+            for got, mine, expected in zip(step(), gradients, self.references, strict=True):
+                check(got, [expected.reduce(i, g) for i, g in enumerate(mine)])
+
+
+@pytest.mark.parametrize("graph", [True, False], ids=["function", "eager"])
+@pytest.mark.parametrize("how", ["two tapes", "persistent", "wrapped first", "by a function"])
+def test_gan(world, how, graph):
+    gan, compression = Gan(world, graph), world.topk()
+    g, d = (model.variables for model in gan.models)
+
+    def wrap(tape):
+        return hvd.DistributedGradientTape(tape, compression=compression)
+
+    def two_tapes():
+        with tf.GradientTape() as one, tf.GradientTape() as two:
+            losses = gan.losses()
+        one = hvd.DistributedGradientTape(one, compression=compression)
+        two = hvd.DistributedGradientTape(two, compression=compression)
+        return one.gradient(losses[0], g), two.gradient(losses[1], d)
+
+    def persistent():
+        with tf.GradientTape(persistent=True) as tape:
+            losses = gan.losses()
+        one = hvd.DistributedGradientTape(tape, compression=compression)
+        two = hvd.DistributedGradientTape(tape, compression=compression)
+        return one.gradient(losses[0], g), two.gradient(losses[1], d)
+
+    def wrapped_first():
+        with hvd.DistributedGradientTape(tf.GradientTape(), compression=compression) as one:
+            loss = gan.losses()[0]
+        of_g = one.gradient(loss, g)
+        with hvd.DistributedGradientTape(tf.GradientTape(), compression=compression) as two:
+            loss = gan.losses()[1]
+        return of_g, two.gradient(loss, d)
+
+    def by_a_function():
+        with tf.GradientTape() as one, tf.GradientTape() as two:
+            losses = gan.losses()
+        return wrap(one).gradient(losses[0], g), wrap(two).gradient(losses[1], d)
+
+    ways = {"two tapes": two_tapes, "persistent": persistent, "wrapped first": wrapped_first}
+    gan.run(ways.get(how, by_a_function))
+    assert len(compression.state_dict()["parameters"]) == 4
+
+
+@pytest.mark.parametrize("how", ["one tape", "a loop"])
+def test_what_cannot_be_told_apart_is_refused(world, how):
+    gan, compression = Gan(world, False), world.topk()
+
+    def one_tape():
+        with tf.GradientTape(persistent=True) as tape:
+            losses = gan.losses()
+        tape = hvd.DistributedGradientTape(tape, compression=compression)
+        return [tape.gradient(loss, model.variables) for loss, model in zip(losses, gan.models, strict=True)]
+
+    def a_loop():
+        gradients = []
+        with tf.GradientTape() as one, tf.GradientTape() as two:
+            losses = gan.losses()
+        for plain, loss, model in zip((one, two), losses, gan.models, strict=True):
+            tape = hvd.DistributedGradientTape(plain, compression=compression)
+            gradients.append(tape.gradient(loss, model.variables))
+        return gradients
+
+    with pytest.raises(UnsupportedError, match=r"first used for the variables 'g0:0', .* and now, .* for 'd0:0'"):
+        gan.run(one_tape if how == "one tape" else a_loop)
+    gan = Gan(world, True)
+    gan.run(one_tape if how == "one tape" else a_loop)
+
+
+def test_an_eager_step_is_traced_once_for_each_place_that_calls_it(world):
+    model, expected, traces = Model(SHAPES), world.reference(), []
+
+    class Counting(TopK):
+        def encode(self, *arguments):
+            traces.append(1)
+            return super().encode(*arguments)
+
+    compression = Counting(0.05, transport=world.transport)
+
+    def check_step(number, got):
+        check(got, [expected.reduce(i, g) for i, g in enumerate(world.gradients(number, SHAPES))])
+
+    for number in range(0, 12, 2):
+        model.want(world.gradients(number, SHAPES), world.rank)
+        check_step(number, model.step(compression))
+        model.want(world.gradients(number + 1, SHAPES), world.rank)
+        check_step(number + 1, model.step(compression))
+    assert len(traces) == 2 * 2  # two places, two compressed tensors
