@@ -74,9 +74,11 @@ def available(launcher: str) -> str:
     return ""
 
 
-def run_cases(folder: str, launcher: str, ranks: int, timeout: float = 540.0, **variables: str) -> None:
-    """Run every file of a folder of cases on real ranks, and require that all pass the same tests."""
-    files = sorted(str(path) for path in (HERE / folder).glob("test_*.py"))
+def run_cases(
+    folder: str, launcher: str, ranks: int, timeout: float = 540.0, without: tuple[str, ...] = (), **variables: str
+) -> None:
+    """Run the files of a folder of cases on real ranks, and require that all pass the same tests."""
+    files = sorted(str(path) for path in (HERE / folder).glob("test_*.py") if path.name not in without)
     arguments = ["-m", "pytest", "-x", "--color=no", "-p", "no:cacheprovider", *files]
     finished = run(launcher, ranks, arguments, timeout, HVD_COMPRESS_RANK_TESTS="1", **variables)
     assert finished.status == 0, finished.output[-8000:]

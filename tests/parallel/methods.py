@@ -1,5 +1,8 @@
 """All methods that are tested through Horovod, and a simulation of all ranks."""
 
+import dataclasses
+import os
+
 import numpy as np
 
 import hvd_compress as hc
@@ -8,7 +11,7 @@ from hvd_compress.ops.numpy import NumpyOps
 
 OPS = NumpyOps()
 
-METHODS = {
+_METHODS = {
     "fp16": hc.FP16,
     "fp16-feedback": lambda: hc.FP16(feedback=hc.ErrorFeedback()),
     "topk-int8": lambda: hc.TopK(0.05, values=hc.Int8()),
@@ -46,6 +49,15 @@ METHODS = {
     "switch": lambda: hc.Switch({0: hc.NoCompression(), 3: hc.PowerSGD(2), 9: hc.TopK(0.05)}),
     "policy": lambda: hc.Policy({"first.*": hc.PowerSGD(1), "*.bias": None}, default=hc.TopK(0.05)),
 }
+
+
+def _with_transport(make):
+    """Return a function that makes the compressor with the transport that is being tested."""
+    transport = os.environ.get("HVD_COMPRESS_TEST_TRANSPORT", "auto")
+    return lambda: dataclasses.replace(make(), transport=transport)
+
+
+METHODS = {name: _with_transport(make) for name, make in _METHODS.items()}
 # Sums are rounded differently by NumPy and PyTorch, and a level or a position may then change.
 LOOSE = {
     "topk-qsgd",
