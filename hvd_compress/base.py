@@ -83,6 +83,7 @@ class Compressor(ShortRepr, abc.ABC):
     on_nonfinite: str = field(default="propagate", kw_only=True)
 
     collective = Collective.ALLGATHER
+    shows_first = True
     #: Whether :meth:`combine` returns the sum of what is decoded; a vote does not.
     additive = True
 

@@ -9,6 +9,9 @@ from typing import Any
 class ShortRepr:
     """Give dataclasses a ``repr`` without the settings that have their default."""
 
+    #: Whether the first setting is shown even if it has its default.
+    shows_first = False
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         # A dataclass makes a repr of its own unless the class has one.
@@ -24,7 +27,8 @@ class ShortRepr:
             if setting.default_factory is not MISSING:
                 default = setting.default_factory()
             positional = positional and not setting.kw_only
-            if setting.repr and repr(value) != repr(default):
+            first = self.shows_first and positional and not shown and value is not None
+            if setting.repr and (first or repr(value) != repr(default)):
                 shown.append(repr(value) if positional else f"{setting.name}={value!r}")
             else:
                 positional = False

@@ -46,7 +46,7 @@ class DGC(TopK):
     clip_norm: float | None = field(default=None, kw_only=True)
     warmup_steps: int = field(default=0, kw_only=True)
     masking: bool = field(default=True, kw_only=True)
-    feedback: Feedback | None = field(default=None, kw_only=True)
+    feedback: Feedback | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
         correction = MomentumCorrection(self.momentum, self.nesterov, self.masking, self.clip_norm)
