@@ -83,6 +83,18 @@ def report_nonfinite(compressor: Compressor, bad: list[tuple[int, str]]) -> None
         )
 
 
+def warn_of_two_momenta(compressor: Compressor, found: str | None) -> None:
+    """Say, once, that compressor and optimizer both accumulate momentum; ``found`` is the optimizer's."""
+    if found is not None and compressor.has_momentum and "momentum" not in compressor.runtime.warned:
+        compressor.runtime.warned.add("momentum")
+        logger.warning(
+            "%s accumulates momentum itself, and so does the optimizer it is used with (%s); expected an optimizer "
+            "without, such as SGD with momentum=0",
+            type(compressor).__name__,
+            found,
+        )
+
+
 def without_feedback(algorithm: Compressor) -> Compressor:
     """Return the same compressor for a tensor that has no place to remember anything."""
     if algorithm.feedback is None:

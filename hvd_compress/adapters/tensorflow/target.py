@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_compress.adapters.callsite import TensorFlowCall
-from hvd_compress.adapters.common import settings_of, shown_name
+from hvd_compress.adapters.common import settings_of, shown_name, warn_of_two_momenta
 from hvd_compress.adapters.tensorflow.guard import guard_variables
 from hvd_compress.adapters.tensorflow.state import Anchor, VariableState, make_variable
 from hvd_compress.base import Compressor
@@ -156,6 +156,15 @@ def _channel(scope: Scope, call: TensorFlowCall) -> Channel:
     return channel
 
 
+def _momentum_of(optimizer: Any) -> str | None:
+    """Return how a Keras optimizer accumulates momentum, if it does."""
+    momentum = getattr(optimizer, "momentum", None)
+    if isinstance(momentum, (int, float)) and momentum:
+        return f"momentum={momentum}"
+    beta = getattr(optimizer, "beta_1", None)
+    return None if beta is None else f"beta_1={beta}"
+
+
 def _register(compressor: Compressor, scope: Scope, channel: Channel, call: TensorFlowCall) -> None:
     """Give all variables that are new a state, and compare them between ranks before anything waits for them.
 
@@ -167,6 +176,7 @@ def _register(compressor: Compressor, scope: Scope, channel: Channel, call: Tens
     new = [v for v, g in pairs if g is not None and not isinstance(g, tf.IndexedSlices) and v not in channel.variables]
     if not new:
         return
+    warn_of_two_momenta(compressor, _momentum_of(call.owner))
     runtime, key = compressor.runtime, process_set_key(channel.process_set)
     names = _distinct([_name(runtime, variable) for variable in new], set())
     entries = [(name, tuple(v.shape.as_list()), v.dtype.name, ()) for v, name in zip(new, names, strict=True)]

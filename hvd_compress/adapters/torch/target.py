@@ -10,7 +10,15 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hvd_compress.adapters.callsite import Call, closure_of_step, find_torch_call
-from hvd_compress.adapters.common import checked_spec, count, logger, report_nonfinite, settings_of, warn_unnamed
+from hvd_compress.adapters.common import (
+    checked_spec,
+    count,
+    logger,
+    report_nonfinite,
+    settings_of,
+    warn_of_two_momenta,
+    warn_unnamed,
+)
 from hvd_compress.adapters.torch.encoding import OPS
 from hvd_compress.base import Compressor
 from hvd_compress.errors import UnboundTensorError, UnsupportedError
@@ -190,7 +198,7 @@ def _check_step(compressor: Compressor, owner: Any) -> None:
             "closure runs; instead call loss.backward(), opt.synchronize(), and opt.step() inside "
             "'with opt.skip_synchronize():'"
         )
-    _warn_of_two_momenta(compressor, owner)
+    warn_of_two_momenta(compressor, _momentum_of(owner))
     if "unreduced" in compressor.runtime.warned:
         return
     parameters = [p for group in owner.param_groups for p in group["params"]]
@@ -205,19 +213,14 @@ def _check_step(compressor: Compressor, owner: Any) -> None:
         )
 
 
-def _warn_of_two_momenta(compressor: Compressor, owner: Any) -> None:
-    if "momentum" in compressor.runtime.warned or not compressor.has_momentum:
-        return
+def _momentum_of(owner: Any) -> str | None:
+    """Return how the optimizer accumulates momentum, if it does."""
     for group in owner.param_groups:
-        if group.get("momentum") or "betas" in group:
-            compressor.runtime.warned.add("momentum")
-            logger.warning(
-                "%s accumulates momentum itself, and so does the optimizer it is used with (%s); expected an optimizer "
-                "without, such as torch.optim.SGD(..., momentum=0)",
-                type(compressor).__name__,
-                f"momentum={group['momentum']}" if group.get("momentum") else f"betas={group['betas']}",
-            )
-            return
+        if group.get("momentum"):
+            return f"momentum={group['momentum']}"
+        if "betas" in group:
+            return f"betas={group['betas']}"
+    return None
 
 
 def _state(compressor: Compressor, call: Call, scope: Scope) -> ParameterState | None:
