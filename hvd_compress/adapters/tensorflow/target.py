@@ -184,13 +184,17 @@ def _register(compressor: Compressor, scope: Scope, channel: Channel, call: Tens
     number = f"{key}.{_COMPARED[key]}"
     try:
         _agree(compressor, channel, number, entries)
-        for variable, name, kept in zip(new, names, _kept_names(scope, channel, new, names), strict=True):
+        kept_names = _kept_names(scope, channel, new, names)
+        specs = [TensorSpec(tuple(v.shape.as_list()), v.dtype.name) for v in new]
+        remembered = [compressor.choose(name, spec).remembers(spec) for name, spec in zip(names, specs, strict=True)]
+        sizes = [(k, spec.numel) for k, spec, own in zip(kept_names, specs, remembered, strict=True) if own]
+        runtime.adopt_restored(scope, sizes)
+        for variable, name, kept, own in zip(new, names, kept_names, remembered, strict=True):
             # A new worker of an elastic job has not counted with the others.
             counted = "" if is_elastic() else number
             operation = _operation(name if counted else shown_name(scope, kept), counted)
             channel.variables[variable] = Known(name, operation, kept)
-            spec = TensorSpec(tuple(variable.shape.as_list()), variable.dtype.name)
-            if compressor.choose(name, spec).remembers(spec):
+            if own:
                 runtime.entry(scope, variable, kept, VariableState)
         runtime.check_all_restored_used(scope)
     except BaseException:

@@ -45,6 +45,11 @@ def world(request):
     return World(request.param == "topk")
 
 
+@pytest.fixture
+def topk_world():
+    return World(True)
+
+
 class World:
     """The ranks, and what tests need of them."""
 
