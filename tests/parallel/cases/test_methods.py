@@ -75,10 +75,9 @@ def test_state_is_saved_and_loaded(world):
         assert torch.equal(*runs), method
 
 
-def optimizer(model, compression):
-    return hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), LR), named_parameters=model.named_parameters(), compression=compression
-    )
+def optimizer(model, compression, **options):
+    sgd = torch.optim.SGD(model.parameters(), LR)
+    return hvd.DistributedOptimizer(sgd, named_parameters=model.named_parameters(), compression=compression, **options)
 
 
 @pytest.mark.parametrize("method", ["randomk-block", "powersgd", "dgc", "fp16-feedback", "topk-ef21", "threshold"])
@@ -151,3 +150,73 @@ def test_the_largest_elements_of_all_tensors_together(world, feedback):
             kept = compression.state_dict()["parameters"][f"optimizer0/{name}"]["residual"].numpy()
             assert np.abs(kept - residuals[world.rank][name]).max() < 1e-4
     assert compression.stats()["exchanges"] == 6
+
+
+OPTIONS = {
+    "sum": ({"op": hvd.Sum}, lambda size: size),
+    "predivide": ({"gradient_predivide_factor": 2.0}, lambda size: 1),
+    "one group": ({"num_groups": 1}, lambda size: 1),
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    "method", ["fp16", "randomk-block", "powersgd", "powersgd-fp16", "signsgd", "threshold", "topk-ef21"]
+)
+def test_options_of_horovod(world, method, options):
+    """Op, scaling and groups mean what they mean without compression."""
+    arguments, factor = OPTIONS[options]
+    model, simulation = Net(), Simulation(METHODS[method](), world.size)
+    opt = optimizer(model, METHODS[method](), **arguments)
+    expected = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
+    for step in range(3):
+        gradients = world.gradients(model, step)
+        opt.zero_grad()
+        world.backward(model, gradients)
+        opt.step()
+        for name, parts in gradients.items():
+            expected[name] -= np.float32(LR * factor(world.size)) * simulation.average(name, parts)
+    world.same_everywhere(model.parameters())
+    for name, p in model.named_parameters():
+        assert np.linalg.norm(p.detach().numpy() - expected[name]) <= 1e-3 * np.linalg.norm(expected[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_dtypes(world, dtype):
+    """All methods take gradients of all dtypes, and give back the same ones."""
+    for method in [
+        "bf16",
+        "fp16-feedback",
+        "topk-int8",
+        "randomk",
+        "threshold",
+        "dgc",
+        "qsgd",
+        "natural",
+        "onebit",
+        "powersgd",
+    ]:
+        model = Net().to(dtype)
+        opt = optimizer(model, METHODS[method]() if method != "bf16" else hc.BF16())
+        for step in range(3):
+            opt.zero_grad()
+            world.backward(model, world.gradients(model, step))
+            opt.step()
+        assert {p.grad.dtype for p in model.parameters()} == {dtype}
+        world.same_everywhere(model.parameters())
+        assert all(bool(torch.isfinite(p).all()) for p in model.parameters()), method
+
+
+def test_a_layer_is_frozen_and_trained_again(world):
+    for method in ["powersgd", "topk-ef21", "fp16-feedback"]:
+        model = Net()
+        opt = optimizer(model, METHODS[method]())
+        for step in range(6):
+            model.first.weight.requires_grad_(step not in (2, 3))
+            before = model.first.weight.detach().clone()
+            opt.zero_grad()
+            names = [n for n, p in model.named_parameters() if p.requires_grad]
+            world.backward(model, world.gradients(model, step), names)
+            opt.step()
+            assert torch.equal(before, model.first.weight) == (step in (2, 3)), (method, step)
+        world.same_everywhere(model.parameters())
