@@ -36,11 +36,13 @@ def encode_step(
         The payload, and the new values of all slots.  If the gradient holds NaN or infinity
         they are the old ones: one infinity that entered a residual would stay there for ever.
     """
-    memory = dict(step.memory)
-    for slot in compressor.slots(spec):
-        # Another compressor, of an earlier step, may have had one of the same name.
-        if slot.name not in memory or ops.shape(memory[slot.name]) != (slot.count,):
-            memory[slot.name] = ops.zeros(slot.count, slot.dtype, gradient)
+    # Another compressor, of an earlier step, may have had a slot of the same name and another size.
+    started = {
+        slot.name: ops.zeros(slot.count, slot.dtype, gradient)
+        for slot in compressor.slots(spec)
+        if slot.name not in step.memory or ops.shape(step.memory[slot.name]) != (slot.count,)
+    }
+    memory = {**step.memory, **started}
     feedback, step = compressor.feedback, dataclasses.replace(step, memory=memory)
     new: dict[str, Array]
     if feedback is None:
@@ -59,7 +61,7 @@ def encode_step(
     for slot in slots_of(compressor, spec):
         if slot.name in new:
             new[slot.name] = ops.astype_finite(new[slot.name], slot.dtype)
-    return dataclasses.replace(payload, memory={}), new
+    return dataclasses.replace(payload, memory={}), {**started, **new}
 
 
 def give_back(
