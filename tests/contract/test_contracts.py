@@ -18,7 +18,7 @@ def test_contracts(compressor):
 
 
 def test_the_schedule_may_be_a_function():
-    check_compressor(h.TopK(lambda number: 0.1 / (1 + number)).at(3))
+    check_compressor(h.TopK(lambda number: 0.1 / (1 + number)))
 
 
 def test_all_compressors_are_in_the_table():

@@ -247,7 +247,7 @@ BROKEN = [
     (ShortSlot, {}, "slot secret is as long as it says"),
     (RemembersNaN, {}, "slot sum stays finite"),
     (TorchAlone, {}, "torch decodes what numpy does"),
-    (Unpicklable, {}, "it can be pickled"),
+    (Unpicklable, {}, "it can be copied"),
     (Int64, {}, "a section has a dtype that can be sent"),
     (TwoDimensional, {}, "payload arrays are flat"),
 ]
