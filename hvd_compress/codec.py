@@ -37,21 +37,16 @@ def encode_step(
         they are the old ones: one infinity that entered a residual would stay there for ever.
     """
     x, changed = compensated(compressor, gradient, spec, ops, step)
-    step = dataclasses.replace(step, memory=started(compressor, step.memory, spec, ops, gradient))
+    # Another compressor, of an earlier step, may have had a slot of the same name and another size.
+    started = {
+        slot.name: ops.zeros(slot.count, slot.dtype, gradient)
+        for slot in compressor.slots(spec)
+        if slot.name not in step.memory or ops.shape(step.memory[slot.name]) != (slot.count,)
+    }
+    step = dataclasses.replace(step, memory={**step.memory, **started})
     payload = compressor.encode(x, spec, ops, step)
-    return dataclasses.replace(payload, memory={}), kept(compressor, x, changed, payload, spec, ops, step)
-
-
-def started(
-    compressor: Compressor, memory: Mapping[str, Array], spec: TensorSpec, ops: Ops, like: Array
-) -> dict[str, Array]:
-    """Return the memory with all the compressor's own slots; those that are new start as zeros."""
-    memory = dict(memory)
-    for slot in compressor.slots(spec):
-        # Another compressor, of an earlier step, may have had one of the same name.
-        if slot.name not in memory or ops.shape(memory[slot.name]) != (slot.count,):
-            memory[slot.name] = ops.zeros(slot.count, slot.dtype, like)
-    return memory
+    new = kept(compressor, x, changed, payload, spec, ops, step)
+    return dataclasses.replace(payload, memory={}), {**started, **new}
 
 
 def compensated(

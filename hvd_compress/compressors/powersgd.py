@@ -140,28 +140,22 @@ class PowerSGD(Compressor):
 
 
 def orthonormal(vectors: Array, spares: Array, ops: Ops) -> Array:
-    """Return an orthonormal basis of the rows of a matrix; a row of ``spares`` replaces one that depends on others."""
-    basis: list[Array] = []
-    for i in range(ops.shape(vectors)[0]):
-        vector, independent = _remainder(vectors[i : i + 1], basis, ops)
-        spare, _ = _remainder(spares[i : i + 1], basis, ops)
-        basis.append(ops.select(independent, vector, spare))
-    return ops.concat(basis)
+    """Return an orthonormal basis of the rows of a matrix; a row of ``spares`` replaces one that depends on others.
 
-
-def _remainder(vector: Array, basis: Sequence[Array], ops: Ops) -> tuple[Array, Array]:
-    """Return what is left of a vector beside others, of unit length, and whether it is more than rounding.
-
-    Modified Gram-Schmidt, done twice: what remains after the first pass can be so small that
-    rounding dominates it.
+    Gram-Schmidt, done twice: what remains after the first time can be so small that rounding dominates it.
     """
-    # Factors of tiny gradients have squares that vanish, those of huge ones overflow.
-    largest = ops.max(ops.abs(vector))
-    vector = vector / ops.select(largest > 0, largest, 1.0)
-    before = ops.sqrt(ops.sum(vector * vector))
-    for _ in range(2):
-        for other in basis:
-            vector = vector - ops.sum(vector * other) * other
-    length = ops.sqrt(ops.sum(vector * vector))
-    # A zero vector has length 0, which is not above 0.
-    return vector / ops.select(length > 0, length, 1.0), length > before * _DEPENDENT
+    basis = vectors[:0]
+    for i in range(ops.shape(vectors)[0]):
+        both = ops.concat([vectors[i : i + 1], spares[i : i + 1]])
+        # Factors of tiny gradients have squares that vanish, those of huge ones overflow.
+        largest = ops.max(ops.abs(both))
+        both = both / ops.select(largest > 0, largest, 1.0)
+        before = ops.sqrt(ops.sum(both * both))
+        for _ in range(2 if i else 0):
+            both = both - ops.matmul(ops.matmul(both, ops.transpose(basis)), basis)
+        length = ops.sqrt(ops.sum(both * both))
+        both = both / ops.select(length > 0, length, 1.0)
+        # A zero vector has length 0, which is not above 0.
+        independent = length[:1] > before[:1] * _DEPENDENT
+        basis = ops.concat([basis, ops.select(independent, both[:1], both[1:])])
+    return basis

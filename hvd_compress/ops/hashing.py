@@ -2,8 +2,9 @@
 
 Element ``i`` of a stream is a hash of ``i`` and of two keys: a multiplication, and then the
 xor-shift-multiply rounds of a 32-bit finaliser, with the second key put in between them, so
-that streams of different keys do not overlap.  It is no cryptography, and need not be: the
-numbers round gradients and choose positions.
+that streams of different keys do not overlap.  Keys must be well mixed themselves, as those of
+:meth:`hvd_compress.step.Step.keys` are: of two that differ in a bit or two streams are alike.
+It is no cryptography, and need not be: the numbers round gradients and choose positions.
 """
 
 from __future__ import annotations

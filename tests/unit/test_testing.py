@@ -247,7 +247,7 @@ BROKEN = [
     (ShortSlot, {}, "slot secret is as long as it says"),
     (RemembersNaN, {}, "slot sum stays finite"),
     (TorchAlone, {}, "torch decodes what numpy does"),
-    (Unpicklable, {}, "it can be pickled"),
+    (Unpicklable, {}, "it can be copied"),
     (Int64, {}, "a section has a dtype that can be sent"),
     (TwoDimensional, {}, "payload arrays are flat"),
 ]
@@ -265,8 +265,8 @@ def test_the_input_of_a_failure_can_be_read_in_the_message():
     with pytest.raises(ContractError) as caught:
         check_compressor(LosesDtype())
     assert str(caught.value) == (
-        "LosesDtype(min_numel=0): contract broken: decode returns the accumulator's dtype (numpy, float32 of shape (60, 50), "
-        "step 0, ordinary numbers): expected 'float32', got 'float16'"
+        "LosesDtype(min_numel=0): contract broken: decode returns the accumulator's dtype (numpy, float32 of "
+        "shape (60, 50), step 0, ordinary numbers): expected 'float32', got 'float16'"
     )
 
 
