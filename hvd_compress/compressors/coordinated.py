@@ -124,7 +124,9 @@ class CoordinatedTopK(Sparsifier):
             return np.array([number % step.size == step.rank], spec.accumulator)
 
         turn = step.on_host(leads, spec.accumulator, (1,), ops, rest)
-        return ops.concat([halves * turn, turn])
+        # Nothing is proposed where nothing is left.
+        left = ops.astype(ops.max(ops.abs(rest)) > 0, spec.accumulator)
+        return ops.concat([halves * turn * left, turn])
 
     def decode(self, arrays: Sequence[Array], spec: TensorSpec, ops: Ops) -> Array:
         """Return zeros, but for the values that were sent."""

@@ -6,6 +6,7 @@ N. Halko, P. G. Martinsson, J. A. Tropp, "Finding structure with randomness", SI
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,7 +89,7 @@ class SVD(Compressor):
         matrix = ops.reshape(ops.where(finite, x, ops.zeros(spec.numel, spec.accumulator, x)), (rows, columns))
         if self.sampling == "atomo":
             left, right = self._drawn(matrix, rank, ops, step)
-            return Payload((ops.flatten(left), ops.flatten(right)), finite)
+            return self._payload(left, right, finite, ops)
         keys = step.keys(self.seed, "subspace", shared=True)
         right = ops.reshape(_noise(rank * columns, keys, spec, ops, x), (rank, columns))
         # Where the matrix has a smaller rank, any vectors will do.
@@ -96,7 +97,12 @@ class SVD(Compressor):
         for _ in range(self.iterations + 1):
             left = orthonormal(ops.matmul(right, ops.transpose(matrix)), spares, ops)
             right = ops.matmul(left, matrix)
-        return Payload((ops.flatten(left), ops.flatten(right)), finite)
+        return self._payload(left, right, finite, ops)
+
+    def _payload(self, left: Array, right: Array, finite: Array, ops: Ops) -> Payload:
+        """Return the factors, with NaN in them if the gradient holds any."""
+        right = ops.flatten(right)
+        return Payload((ops.flatten(left), ops.where(finite, right, right * math.nan)), finite)
 
     def _drawn(self, matrix: Array, rank: int, ops: Ops, step: Step) -> tuple[Array, Array]:
         """Draw terms by systematic sampling, which takes exactly as many as the probabilities add up to."""

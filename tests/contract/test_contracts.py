@@ -63,4 +63,6 @@ def test_all_frameworks_agree_up_to_the_order_of_sums(compressor):
 
     for ops in (TORCH, TensorFlowOps()):
         for a, b in zip(results(compressor, NUMPY), results(compressor, ops), strict=True):
-            np.testing.assert_allclose(b, a, rtol=0, atol=1e-5 * np.abs(a).max())
+            # Libraries decompose with errors of their own.
+            tolerance = 1e-3 if "atomo" in repr(compressor) else 1e-5
+            np.testing.assert_allclose(b, a, rtol=0, atol=tolerance * np.abs(a).max())
