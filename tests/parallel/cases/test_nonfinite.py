@@ -175,7 +175,7 @@ def test_a_grad_scaler_without_synchronize_is_refused(world):
     scaler.scale(loss).backward()
     with pytest.raises(UnsupportedError, match=r"call opt\.synchronize\(\) after backward\(\)"):
         scaler.step(opt)
-    with pytest.raises(UnsupportedError, match="build hvd.DistributedOptimizer again"):
+    with pytest.raises(UnsupportedError, match=r"build hvd\.DistributedOptimizer again"):
         opt.synchronize()
 
 
