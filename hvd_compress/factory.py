@@ -25,6 +25,7 @@ def make(name: str, **settings: Any) -> Compressor:
         ConfigError: there is no such compressor, naming the nearest one, or no such setting.
     """
     plain = str(name).lower().replace("-", "").replace("_", "")
+    plain = "none" if plain == "nocompression" else plain
     if plain not in ALL:
         near = difflib.get_close_matches(plain, ALL, 1, 0.4)
         hint = f"; did you mean {near[0]}?" if near else ""
