@@ -149,26 +149,38 @@ def run_all(
     interactive = sys.stderr.isatty()
     bar = tqdm(total=total, unit="step", mininterval=1 if interactive else 60, smoothing=0.1, dynamic_ncols=interactive)
     with pool or futures.ProcessPoolExecutor(jobs, context) as workers, bar:
-        under_way: dict[futures.Future[Result], Run] = {}
-        failed: list[str] = []
-        while True:
-            busy = {*failed, *(run.key for run in under_way.values())}
-            for run in _ready(plan, results, busy, jobs - len(under_way)):
-                under_way[workers.submit(train, run)] = run
-            if not under_way:
-                return failed
-            done, _ = futures.wait(under_way, return_when=futures.FIRST_COMPLETED)
-            for future in done:
-                run = under_way.pop(future)
-                bar.update(run.steps)
-                error = future.exception()
-                if isinstance(error, Exception) and not isinstance(error, BrokenProcessPool):
-                    failed.append(run.key)
-                    bar.write(f"{run.key}: {type(error).__name__}: {error}")
-                    continue
-                result = future.result()
-                results.add(run, result)
-                bar.write(f"{run.key}: {result['score']:.2f}{' (diverged)' if result['diverged'] else ''}")
+        try:
+            return _run(plan, results, jobs, train, workers, bar)
+        except BaseException:
+            # Leaving the pool waits for what it has begun.
+            for child in multiprocessing.active_children():
+                child.terminate()
+            raise
+
+
+def _run(
+    plan: Plan, results: Results, jobs: int, train: Callable[[Run], Result], workers: futures.Executor, bar: Any
+) -> list[str]:
+    under_way: dict[futures.Future[Result], Run] = {}
+    failed: list[str] = []
+    while True:
+        busy = {*failed, *(run.key for run in under_way.values())}
+        for run in _ready(plan, results, busy, jobs - len(under_way)):
+            under_way[workers.submit(train, run)] = run
+        if not under_way:
+            return failed
+        done, _ = futures.wait(under_way, return_when=futures.FIRST_COMPLETED)
+        for future in done:
+            run = under_way.pop(future)
+            bar.update(run.steps)
+            error = future.exception()
+            if isinstance(error, Exception) and not isinstance(error, BrokenProcessPool):
+                failed.append(run.key)
+                bar.write(f"{run.key}: {type(error).__name__}: {error}")
+                continue
+            result = future.result()
+            results.add(run, result)
+            bar.write(f"{run.key}: {result['score']:.2f}{' (diverged)' if result['diverged'] else ''}")
 
 
 def _ready(plan: Plan, results: Results, busy: Container[str], count: int) -> list[Run]:

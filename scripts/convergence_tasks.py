@@ -192,7 +192,7 @@ class Text(Task):
 
 TASKS: dict[str, Task] = {
     "images": Images("images", steps=3000, tuning_steps=300, batch=32, rates=(0.1, 0.3, 1.0, 3.0)),
-    "text": Text("text", steps=2000, tuning_steps=200, batch=8, rates=(0.3, 1.0, 3.0, 10.0)),
+    "text": Text("text", steps=5000, tuning_steps=300, batch=4, rates=(0.3, 1.0, 3.0, 10.0)),
 }
 
 
