@@ -67,7 +67,9 @@ METHODS: dict[str, Method] = {
     "TopK(0.001, Int8)": _method(lambda: hc.TopK(0.001, values=hc.Int8()), why=_SLOW),
     "TopK(0.01, QSGD(2))": _method(lambda: hc.TopK(0.01, values=hc.QSGD(bits=2)), why=_SLOW),
     "TopK(0.01, EFSign)": _method(lambda: hc.TopK(0.01, values=hc.EFSign()), why=_SLOW),
-    "TopK(0.001, warm-up)": Method(lambda momentum, steps: hc.TopK(hc.warm_up(0.001, steps // 4)), {}, why=_SLOW),
+    "TopK(0.001, warm-up)": Method(
+        lambda momentum, steps: hc.TopK(hc.warm_up(0.001, max(4, steps // 4))), {}, why=_SLOW
+    ),
     "TopK(0.01, decay 0.9)": _method(
         lambda: hc.TopK(0.01, feedback=hc.ErrorFeedback(0.9)), why="a residual that fades is partly lost"
     ),
