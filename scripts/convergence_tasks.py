@@ -234,7 +234,7 @@ class Run:
 
     @property
     def key(self) -> str:
-        """Name it, with all that it depends on."""
+        """Name it; when a model, a batch size or a method itself is changed, results belong into another folder."""
         phase = "tuning" if self.tuning else "final"
         return f"{self.task} {self.method} {phase} {self.rate:.4g} {self.momentum:g} {self.seed} {self.steps}"
 
