@@ -124,6 +124,14 @@ class Compressor(ShortRepr, abc.ABC):
             cache[key] = make()
         return cache[key]
 
+    def _leave_to_members(self) -> None:
+        """Refuse settings that the compressors this one consists of have themselves."""
+        for setting in fields(self):
+            if setting.name in ("feedback", "min_numel", "seed") and getattr(self, setting.name) != setting.default:
+                raise ConfigError(
+                    f"{type(self).__name__}.{setting.name} would have no effect; give it to the compressors in it"
+                )
+
     def _require(self, valid: bool, setting: str, expected: str) -> None:
         if not valid:
             value = getattr(self, setting)

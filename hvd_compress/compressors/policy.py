@@ -83,6 +83,7 @@ class Policy(Compressor):
                 raise ConfigError(
                     f"Policy.rules expected {{pattern or Rule: compressor or None}}, got {key!r}: {compressor!r}"
                 )
+        self._leave_to_members()
         super().__post_init__()
         object.__setattr__(self, "_modules", {})
         object.__setattr__(self, "_dense", NoCompression())

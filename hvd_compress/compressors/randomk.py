@@ -54,6 +54,8 @@ class RandomK(Sparsifier):
         whole = isinstance(self.block, int) and not isinstance(self.block, bool) and self.block >= 1
         self._require(whole, "block", "a whole number, 1 or more")
         self._require(self.order in ORDERS, "order", f"one of {', '.join(map(repr, ORDERS))}")
+        if self.order == "rolling":
+            self._require(self.block == 1, "block", "1 with order='rolling', which sends one run of elements")
         super().__post_init__()
 
     @property

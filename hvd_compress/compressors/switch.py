@@ -36,6 +36,7 @@ class Switch(Compressor):
         )
         if not whole or 0 not in given or any(isinstance(c, Switch) for c in given.values()):
             raise ConfigError(f"Switch expected {{first step: compressor}} with one for step 0, got {given!r}")
+        self._leave_to_members()
         super().__post_init__()
 
     def compresses(self, spec: TensorSpec) -> bool:

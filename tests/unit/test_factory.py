@@ -156,3 +156,15 @@ def test_schedules():
     for arguments in ((0.5, 10, 4, 0.25), (0.1, 2, 4), (0.1, 10, 0)):
         with pytest.raises(hc.ConfigError, match="warm_up expected"):
             hc.warm_up(*arguments)
+
+
+@pytest.mark.parametrize("setting", [{"min_numel": 5}, {"seed": 1}, {"feedback": hc.ErrorFeedback()}])
+def test_settings_without_effect_are_refused(setting):
+    for make in (
+        lambda **kw: hc.Switch({0: hc.Int8()}, **kw),
+        lambda **kw: hc.Policy({}, default=hc.Int8(), **kw),
+    ):
+        with pytest.raises(hc.ConfigError, match="would have no effect; give it to the compressors in it"):
+            make(**setting)
+    with pytest.raises(hc.ConfigError, match=r"RandomK\.block must be 1 with order='rolling'"):
+        hc.RandomK(0.1, order="rolling", block=4)
