@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import math
 import sys
 import weakref
@@ -16,8 +15,6 @@ from hvd_compress.errors import StateError
 from hvd_compress.identity import WeakIdDictionary
 from hvd_compress.ops.base import ACCUMULATOR, Array
 from hvd_compress.telemetry import Telemetry
-
-logger = logging.getLogger("hvd_compress")
 
 FORMAT = "hvd_compress.state"
 VERSION = 1
@@ -206,44 +203,6 @@ class Runtime:
             if restored is not None:
                 state.load(restored)
         return state
-
-    def adopt_restored(self, scope: Scope, parameters: list[tuple[str, int]]) -> None:
-        """Find loaded states whose parameters have got other names.
-
-        Keras drops the name of a ``Sequential`` from its variables' paths when it loads one, and
-        numbers layers without a name anew in every process.  A name fits one that it ends with,
-        or that ends with it; if that leaves some over, and as many are left of either kind with
-        equal sizes in the same order, that order decides.
-
-        Args:
-            scope: of the parameters.
-            parameters: names and numbers of elements, in the order of the model.
-        """
-        prefix = f"{scope.label}/"
-        names = {name for name, _ in parameters}
-        left = {key[len(prefix) :]: _size(e) for key, e in self._restored.items() if key.startswith(prefix)}
-        left = {name: size for name, size in left.items() if name not in names}
-        wanted = [(name, size) for name, size in parameters if f"{prefix}{name}" not in self._restored]
-        found: dict[str, str] = {}
-        for name, size in wanted:
-            fitting = [old for old, n in left.items() if n in (size, None) and _ends_alike(old, name)]
-            others = [other for other, n in wanted if n == size and _ends_alike(other, name)]
-            if len(fitting) == 1 and len(others) == 1:
-                found[name] = fitting[0]
-        if len(set(found.values())) < len(found):
-            found = {}
-        rest_old = [(old, size) for old, size in left.items() if old not in found.values()]
-        rest_new = [(name, size) for name, size in wanted if name not in found]
-        if rest_old and [size for _, size in rest_old] == [size for _, size in rest_new]:
-            logger.warning(
-                "the loaded state has the parameters %s, which this model calls %s: they have the same sizes, so they "
-                "are taken in order",
-                [old for old, _ in rest_old],
-                [name for name, _ in rest_new],
-            )
-            found.update((name, old) for (name, _), (old, _) in zip(rest_new, rest_old, strict=True))
-        for name, old in found.items():
-            self._restored[prefix + name] = self._restored.pop(prefix + old)
 
     def check_all_restored_used(self, scope: Scope) -> None:
         """Raise if a loaded state has parameters that this scope's first step did not show.
@@ -435,18 +394,6 @@ def _redistribute(states: list[dict[str, Any]], rank: int, size: int) -> dict[st
             merged["common"] = {name: x * scale for name, x in entries[0]["common"].items()}
         parameters[key] = _copied(merged)
     return parameters
-
-
-def _ends_alike(one: str, other: str) -> bool:
-    """Tell whether one path is the end of the other."""
-    a, b = one.split("/"), other.split("/")
-    shorter = min(len(a), len(b))
-    return a[-shorter:] == b[-shorter:]
-
-
-def _size(entry: dict[str, Any]) -> int | None:
-    """Return the number of elements of a loaded residual, None if there is none."""
-    return None if entry["residual"] is None else int(entry["residual"].shape[0])
 
 
 def _merged(arrays: Sequence[Array | None], scale: float) -> Array | None:

@@ -10,7 +10,6 @@ To Keras's serialization the object shows its plain class; a saved model needs n
 
 from __future__ import annotations
 
-import gc
 import sys
 import warnings
 from collections.abc import Sequence
@@ -50,28 +49,6 @@ class _Front:
     """What all of them have in common."""
 
     _hvd_update: Update
-    _hvd_plain: Any
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return an optimizer that is distributed, too, with the same settings and state."""
-        plain = self.__class__.from_config(self.get_config())  # type: ignore[attr-defined]
-        memo[id(self)] = plain
-        if self.built:  # type: ignore[attr-defined]
-            plain.build(list(self._trainable_variables))  # type: ignore[attr-defined]
-            for copied, variable in zip(plain.variables, self.variables, strict=True):  # type: ignore[attr-defined]
-                copied.assign(variable)
-        distribute(plain, Reduction(self._hvd_update.reduction.settings))
-        return plain
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Return an optimizer of the plain class: Keras's configurations know nothing of Horovod."""
-        warnings.warn(
-            f"{cls.__name__}.from_config() gives an optimizer that is not distributed; wrap it in "
-            "DistributedOptimizer(...) again",
-            stacklevel=2,
-        )
-        return cls._hvd_plain.from_config(config, *args, **kwargs)
 
     def register_local_var(self, var: Any) -> None:
         """Never reduce the gradient of a variable; divide it by the number of ranks unless told not to.
@@ -195,7 +172,6 @@ def distribute(optimizer: Any, reduction: Reduction) -> None:
         _accumulate(optimizer, reduction.settings.accumulate)
         _warn_of_zeros(optimizer, reduction.settings.compression)
         front = Distributed
-    _forget_traces(optimizer)
     # Past Keras's __setattr__, which would track them.
     object.__setattr__(optimizer, "_hvd_update", Update(reduction))
     object.__setattr__(optimizer, "__class__", _distributed_class(front, type(optimizer)))
@@ -210,23 +186,8 @@ def _distributed_class(front: type, plain: type) -> type:
         "__qualname__": plain.__qualname__,
         "__doc__": plain.__doc__,
         "__class__": property(lambda self: plain),
-        "_hvd_plain": plain,
     }
     return _CLASSES.setdefault((front, plain), type(plain.__name__, (front, plain), namespace))
-
-
-def _forget_traces(optimizer: Any) -> None:
-    """Let models that have trained with this optimizer trace their step again.
-
-    The function that they have traced would go on to apply gradients that are not reduced.
-    """
-    if not optimizer.built:
-        return
-    for found in gc.get_objects():
-        if issubclass(type(found), keras.Model) and getattr(found, "train_function", None) is not None:
-            inner = getattr(found.optimizer, "inner_optimizer", None)
-            if found.optimizer is optimizer or inner is optimizer:
-                found.train_function = None
 
 
 def _accumulate(optimizer: Any, passes: int) -> None:
