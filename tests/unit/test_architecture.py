@@ -15,7 +15,7 @@ PACKAGE = "hvd_compress"
 
 # From low to high; a module may import its own package and strictly lower levels.
 LEVELS = [
-    {"errors", "version", "identity"},
+    {"errors", "version", "identity", "naming"},
     {"ops", "wire"},
     {"transport", "feedback", "policy", "telemetry"},
     {"layout"},

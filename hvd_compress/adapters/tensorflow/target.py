@@ -174,12 +174,15 @@ def _register(compressor: Compressor, scope: Scope, channel: Channel, call: Tens
     number = f"{key}.{_COMPARED[key]}"
     try:
         _agree(compressor, channel, number, entries)
-        for variable, name, kept in zip(new, names, _kept_names(scope, channel, new, names), strict=True):
+        kept_names = _kept_names(scope, channel, new, names)
+        remembered = [v for v in new if compressor.policy.route(tuple(v.shape)) is Route.EXCHANGE]
+        runtime.match_restored(scope, [k for v, k in zip(new, kept_names, strict=True) if _among(v, remembered)])
+        for variable, name, kept in zip(new, names, kept_names, strict=True):
             # A new worker of an elastic job has not counted with the others.
             counted = "" if is_elastic() else number
             operation = _operation(name if counted else shown_name(scope, kept), counted)
             channel.variables[variable] = Known(name, operation, kept)
-            if compressor.policy.route(tuple(variable.shape)) is Route.EXCHANGE:
+            if _among(variable, remembered):
                 runtime.entry(scope, variable, kept, VariableState)
         runtime.check_all_restored_used(scope)
     except BaseException:
@@ -213,6 +216,10 @@ def _connect(compressor: Compressor, channel: Channel) -> None:
 def is_elastic() -> bool:
     """Tell whether the number of ranks may change."""
     return bool(int(os.environ.get("HOROVOD_ELASTIC", "0")))
+
+
+def _among(variable: tf.Variable, variables: list[tf.Variable]) -> bool:
+    return any(variable is other for other in variables)  # TensorFlow's == compares values
 
 
 def _operation(name: str, number: str = "") -> str:
