@@ -13,6 +13,7 @@ from typing import Any
 
 from hvd_compress.errors import StateError
 from hvd_compress.identity import WeakIdDictionary
+from hvd_compress.naming import counterparts
 from hvd_compress.ops.base import ACCUMULATOR, Array
 from hvd_compress.telemetry import Telemetry
 
@@ -204,6 +205,16 @@ class Runtime:
                 state.load(restored)
         return state
 
+    def match_restored(self, scope: Scope, names: list[str]) -> None:
+        """Give what was loaded for this scope the names that its parameters have now.
+
+        Args:
+            scope: before its first step.
+            names: of all its parameters of which something is remembered, in the order of the model.
+        """
+        if not (scope.checked_restored or _grows(scope.label)):
+            self._restored = _renamed(self._restored, scope.label, names)
+
     def check_all_restored_used(self, scope: Scope) -> None:
         """Raise if a loaded state has parameters that this scope's first step did not show.
 
@@ -271,6 +282,9 @@ class Runtime:
             parameters = {key: _copied(value) for key, value in checked["parameters"].items()}
         live = _states(scopes)
         labels = {label for label in (key.split("/", 1)[0] for key in live) if not _grows(label)}
+        for label in labels:
+            names = [key.split("/", 1)[1] for key in live if key.split("/", 1)[0] == label]
+            parameters = _renamed(parameters, label, names)
         unknown = [key for key in parameters if key not in live and key.split("/", 1)[0] in labels]
         if unknown:
             raise StateError(f"the state has parameters that this model lacks: expected {sorted(live)}, got {unknown}")
@@ -313,6 +327,14 @@ def _grows(label: str) -> bool:
 
 def _states(scopes: list[Scope]) -> dict[str, ParameterState]:
     return {f"{scope.label}/{state.name}": state for scope in scopes for state in scope.entries.values()}
+
+
+def _renamed(parameters: dict[str, dict[str, Any]], label: str, names: list[str]) -> dict[str, dict[str, Any]]:
+    """Return what was saved with the names of today where they mean the same."""
+    prefix = f"{label}/"
+    saved = [key.removeprefix(prefix) for key in parameters if key.startswith(prefix)]
+    pairs = {f"{prefix}{old}": f"{prefix}{new}" for old, new in (counterparts(saved, names) or {}).items()}
+    return {pairs.get(key, key): value for key, value in parameters.items()}
 
 
 def _checked(state: Any, compressor: str) -> dict[str, Any]:

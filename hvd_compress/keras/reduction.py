@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ import tensorflow as tf
 from hvd_compress.base import Compressor
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.keras.variables import native, natives, path_of
+from hvd_compress.naming import alike
+from hvd_compress.transport.horovod import HorovodTransport
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -68,6 +71,12 @@ class Reduction:
         self._eager: dict[tuple[str, ...], Any] = {}
         self._functions: dict[int | None, Callable[[list[Any], list[Any]], list[Any]]] = {}
         self._lists = [natives(group) for group in settings.groups] if isinstance(settings.groups, list) else []
+
+    def copy(self) -> Reduction:
+        """Return one for another optimizer, with the same settings and local variables."""
+        copied = Reduction(self.settings)
+        copied._local.update(self._local)
+        return copied
 
     def register_local_var(self, variable: Any) -> None:
         """Leave the gradient of a variable to its own rank from now on."""
@@ -171,10 +180,23 @@ class Reduction:
         if not isinstance(compression, Compressor):
             return
         paths = compression.runtime.paths
-        for variable in variables:
-            found = native(variable)
-            if found not in paths:
-                paths[found] = path_of(variable)
+        new = [variable for variable in variables if native(variable) not in paths]
+        own = [path_of(variable) for variable in new]
+        for variable, name in zip(new, self._common_names(own), strict=True):
+            paths[native(variable)] = name
+
+    def _common_names(self, names: list[str]) -> list[str]:
+        """Return the first rank's names where the ranks' differ in numbers alone, as Keras gives them.
+
+        Other differences are left to the comparison that follows, which says what they are.
+        """
+        if not names or _elastic() or self._alone():
+            return names
+        transport = HorovodTransport(self.settings.process_set, "hvd_compress.names", "tensorflow")
+        everyone = transport.allgather_any(json.dumps(names).encode(), "the names of what all ranks train")
+        lists = [json.loads(row) for row in everyone]
+        same = all(len(row) == len(names) and all(map(alike, row, lists[0])) for row in lists)
+        return lists[0] if same else names
 
     def all_ranks(self, condition: Any) -> Any:
         """Return whether ``condition``, a 0-d boolean tensor, holds on all ranks; the same on all."""

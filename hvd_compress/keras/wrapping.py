@@ -10,6 +10,7 @@ To Keras's serialization the object shows its plain class; a saved model needs n
 
 from __future__ import annotations
 
+import gc
 import sys
 import warnings
 from collections.abc import Sequence
@@ -35,14 +36,16 @@ class Update:
         reached: whether the present ``apply`` has come to the reduction.
         reduced: whether the gradients of the update that is being made have been reduced.
         used: whether any ``apply`` ever came to the reduction.
+        iterations: how many updates the optimizer had made before it was distributed.
     """
 
-    def __init__(self, reduction: Reduction) -> None:
+    def __init__(self, reduction: Reduction, iterations: int = 0) -> None:
         self.reduction = reduction
         self.variables: Sequence[Any] | None = None
         self.reached = False
         self.reduced = False
         self.used = False
+        self.iterations = iterations
 
 
 class _Front:
@@ -57,6 +60,36 @@ class _Front:
             var: of Keras or TensorFlow.
         """
         self._hvd_update.reduction.register_local_var(var)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a distributed copy with the same settings and variables of its own.
+
+        It shares the compressor, but not its residuals.
+        """
+        # Keras's own way fails for an optimizer that is built.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            copied = memo[id(self)] = type(self).from_config(self.get_config())  # type: ignore[attr-defined]
+        if self.built:  # type: ignore[attr-defined]
+            copied.build(list(self._trainable_variables))  # type: ignore[attr-defined]
+            for mine, theirs in zip(copied.variables, self.variables, strict=True):  # type: ignore[attr-defined]
+                mine.assign(theirs)
+        distribute(copied, self._hvd_update.reduction.copy())
+        return copied
+
+    def __copy__(self) -> Any:
+        """Return the same as a deep copy, as Keras does."""
+        return self.__deepcopy__({})
+
+    def finalize_variable_values(self, var_list: Any) -> None:
+        """Finish training, at the end of ``fit``.
+
+        Raises:
+            UnsupportedError: there were updates, but none was reduced.
+        """
+        base: Any = super()
+        _refuse_unreached(self)
+        base.finalize_variable_values(var_list)
 
 
 class Distributed(_Front):
@@ -173,7 +206,8 @@ def distribute(optimizer: Any, reduction: Reduction) -> None:
         _warn_of_zeros(optimizer, reduction.settings.compression)
         front = Distributed
     # Past Keras's __setattr__, which would track them.
-    object.__setattr__(optimizer, "_hvd_update", Update(reduction))
+    _drop_traced_steps(optimizer)
+    object.__setattr__(optimizer, "_hvd_update", Update(reduction, _iterations(optimizer)))
     object.__setattr__(optimizer, "__class__", _distributed_class(front, type(optimizer)))
 
 
@@ -181,13 +215,54 @@ def _distributed_class(front: type, plain: type) -> type:
     """Return a subclass of ``plain`` that shows Keras ``plain`` as its class."""
     if (front, plain) in _CLASSES:
         return _CLASSES[front, plain]
+    from_config: Any = plain.from_config  # type: ignore[attr-defined]
     namespace = {
         "__module__": plain.__module__,
         "__qualname__": plain.__qualname__,
         "__doc__": plain.__doc__,
         "__class__": property(lambda self: plain),
+        "__new__": lambda cls, *args, **kwargs: _plain(plain, lambda: plain(*args, **kwargs)),
+        "from_config": classmethod(lambda cls, config, **kwargs: _plain(plain, lambda: from_config(config, **kwargs))),
     }
     return _CLASSES.setdefault((front, plain), type(plain.__name__, (front, plain), namespace))
+
+
+def _plain(plain: type, make: Any) -> Any:
+    """Return a new optimizer of the plain class, since there are no settings to distribute it by."""
+    warnings.warn(
+        f"a new {plain.__name__} is not distributed, though it was made by way of one that is: "
+        "wrap it in DistributedOptimizer",
+        stacklevel=3,
+    )
+    return make()
+
+
+def _iterations(optimizer: Any) -> int:
+    iterations = getattr(optimizer, "_iterations", None)
+    return 0 if iterations is None or not tf.executing_eagerly() else int(iterations.numpy())
+
+
+def _drop_traced_steps(optimizer: Any) -> None:
+    """Let models trace their training steps anew that have traced them with this optimizer, unreduced."""
+    if not optimizer.built:
+        return
+    for thing in gc.get_objects():
+        # Not isinstance(), which runs code of objects that pretend to be others.
+        if issubclass(type(thing), keras.Model) and getattr(thing, "train_function", None) is not None:
+            values = list(vars(thing).values())
+            values += [v for several in values if isinstance(several, (list, tuple)) for v in several]
+            if any(v is optimizer or getattr(v, "inner_optimizer", None) is optimizer for v in values):
+                thing.train_function = None
+
+
+def _refuse_unreached(optimizer: Any) -> None:
+    update = optimizer._hvd_update
+    if isinstance(optimizer, Distributed) and not update.used and _iterations(optimizer) > update.iterations:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} has made {_iterations(optimizer) - update.iterations} updates with gradients "
+            "that were not reduced: the training step was traced before the optimizer was distributed; call "
+            "DistributedOptimizer before the first step, or trace the step again, as model.compile(...) does"
+        )
 
 
 def _accumulate(optimizer: Any, passes: int) -> None:

@@ -15,7 +15,7 @@ PACKAGE = "hvd_compress"
 
 # From low to high; a module may import its own package and strictly lower levels.
 LEVELS = [
-    {"errors", "version", "identity", "settings"},
+    {"errors", "version", "identity", "naming", "settings"},
     {"ops", "wire"},
     {"transport", "step", "schedule", "policy", "telemetry"},
     {"layout", "feedback"},

@@ -10,6 +10,7 @@ import pytest
 keras = pytest.importorskip("keras")
 pytest.importorskip("horovod.tensorflow")
 
+import tensorflow as tf  # noqa: E402
 from keras import optimizers as opt  # noqa: E402
 
 import hvd_compress.keras as hvd  # noqa: E402
@@ -170,6 +171,35 @@ def test_config_is_that_of_the_plain_optimizer(cls):
     described = keras.saving.serialize_keras_object(optimizer)
     assert described == keras.saving.serialize_keras_object(cls(0.1, clipnorm=1.0, name="mine"))
     assert opt.get(optimizer) is optimizer
+
+
+def test_a_new_optimizer_of_its_class_is_plain():
+    optimizer = hvd.DistributedOptimizer(opt.SGD(0.25))
+    assert isinstance(optimizer, type(optimizer)) and issubclass(type(optimizer), opt.SGD)
+    config = optimizer.get_config()
+    for make in (
+        lambda: type(optimizer).from_config(config),
+        lambda: optimizer.from_config(config),
+        lambda: type(optimizer)(0.25),
+    ):
+        with pytest.warns(UserWarning, match="a new SGD is not distributed"):
+            made = make()
+        assert type(made) is opt.SGD and float(made.learning_rate) == 0.25
+    assert type(opt.deserialize(opt.serialize(optimizer))) is opt.SGD
+
+
+def test_updates_that_were_not_reduced_are_an_error_at_the_end_of_fit():
+    """A step that the user has traced cannot be found, and dropped, but what it did can be seen."""
+    optimizer = opt.SGD(0.1)
+    variable = keras.Variable([1.0])
+    optimizer.build([variable])
+    step = tf.function(lambda: optimizer.apply([tf.ones(1)]))
+    step()
+    hvd.DistributedOptimizer(optimizer)
+    optimizer.finalize_variable_values([variable])
+    step()
+    with pytest.raises(UnsupportedError, match="has made 1 updates with gradients that were not reduced"):
+        optimizer.finalize_variable_values([variable])
 
 
 LOAD = """

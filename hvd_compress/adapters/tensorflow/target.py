@@ -185,7 +185,9 @@ def _register(compressor: Compressor, scope: Scope, channel: Channel, call: Tens
     try:
         _agree(compressor, channel, number, entries)
         kept_names = _kept_names(scope, channel, new, names)
-MARK
+        specs = [TensorSpec(tuple(v.shape.as_list()), v.dtype.name) for v in new]
+        remembered = [compressor.choose(name, spec).remembers(spec) for name, spec in zip(names, specs, strict=True)]
+        runtime.match_restored(scope, [kept for kept, own in zip(kept_names, remembered, strict=True) if own])
         for variable, name, kept, own in zip(new, names, kept_names, remembered, strict=True):
             # A new worker of an elastic job has not counted with the others.
             counted = "" if is_elastic() else number

@@ -7,7 +7,7 @@ import horovod.torch as hvd
 import pytest
 import torch
 import torch.nn.functional as F
-from methods import METHODS
+from all_methods import METHODS
 
 import hvd_compress as hc
 

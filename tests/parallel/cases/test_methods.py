@@ -8,7 +8,7 @@ import horovod.torch as hvd
 import numpy as np
 import pytest
 import torch
-from methods import LOOSE, METHODS, Simulation
+from all_methods import LOOSE, METHODS, Simulation
 
 import hvd_compress as hc
 

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from all_methods import METHODS
+from all_methods import Simulation as Ranks
 from keras import optimizers as opt
 from keras_simulation import SGD
-from methods import METHODS
-from methods import Simulation as Ranks
 
 import hvd_compress.keras as hvd
 

@@ -4,7 +4,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import pytest
 import tensorflow as tf
-from methods import LOOSE, METHODS, Simulation
+from all_methods import LOOSE, METHODS, Simulation
 
 import hvd_compress as hc
 
