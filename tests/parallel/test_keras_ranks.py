@@ -1,9 +1,13 @@
 """Keras 3: every file of ``keras_cases`` on real ranks, and a script of 2023."""
 
 import re
+from importlib.metadata import version
 
 import pytest
 from launch import HERE, available, run, run_cases
+
+if int(version("keras").split(".")[0]) < 3:
+    pytest.skip(f"Keras 3 is not installed, but {version('keras')}", allow_module_level=True)
 
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "HOROVOD_LOG_LEVEL": "error"}
 

@@ -10,6 +10,9 @@ import pytest
 keras = pytest.importorskip("keras")
 pytest.importorskip("horovod.tensorflow")
 
+if int(keras.__version__.split(".")[0]) < 3:
+    pytest.skip(f"Keras 3 is not installed, but {keras.__version__}", allow_module_level=True)
+
 import tensorflow as tf  # noqa: E402
 from keras import optimizers as opt  # noqa: E402
 
