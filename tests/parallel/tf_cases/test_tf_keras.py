@@ -1,6 +1,7 @@
 """Keras 2, by the name of tf_keras: the stock optimizer in ``fit``, against the simulation."""
 
 import os
+from importlib.metadata import version
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 import tensorflow as tf
 from conftest import check
 
-if os.environ.get("TF_USE_LEGACY_KERAS") != "1" and not tf.keras.__version__.startswith("2."):
+if os.environ.get("TF_USE_LEGACY_KERAS") != "1" and not version("keras").startswith("2."):
     pytest.skip("TensorFlow has Keras 3 here; set TF_USE_LEGACY_KERAS=1", allow_module_level=True)
 
 import horovod.tensorflow.keras as hvd_keras
