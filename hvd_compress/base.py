@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.feedback import EF21, Feedback, MomentumCorrection
+from hvd_compress.feedback import Feedback, MomentumCorrection
 from hvd_compress.ops.base import Array, Ops
 from hvd_compress.ops.numpy import NumpyOps
 from hvd_compress.policy import Route, SizePolicy
@@ -388,7 +388,7 @@ class Compressor(ShortRepr, abc.ABC):
         Raises:
             UnsupportedError: under TensorFlow, or with ``EF21``.
         """
-        if isinstance(self.feedback, EF21):
+        if any("estimates" in state.slots for state in self.runtime.states().values()):
             raise UnsupportedError("undo_step() expected ErrorFeedback or MomentumCorrection, got EF21")
         self.runtime.undo()
 

@@ -104,13 +104,24 @@ class Exchange:
         self._sent: list[Item] = []
         # Whether this step has been exchanged; a step ends when the next tensor is queued.
         self._settled = True
+        self._void = False
         # On GPUs Horovod's hooks run on one autograd thread for each device.
         self._lock = threading.Lock()
 
     @property
-    def busy(self) -> bool:
+    def begun(self) -> bool:
         """Whether something of the current step is queued already."""
         return bool(self._pending)
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is queued that has been taken out of what is remembered."""
+        return any(item.sections or item.join is not None for item in self._pending.values())
+
+    @property
+    def void(self) -> bool:
+        """Whether the last exchange has shown NaN or infinity on some rank, so that its step does not count."""
+        return self._void
 
     @property
     def settled(self) -> bool:
@@ -191,7 +202,9 @@ class Exchange:
         with self._lock:
             items = [self._pending[name] for name in sorted(self._pending)]
             self._pending.clear()
-        self._gathered = {}
+        self._gathered, self._void = {}, False
+        if self._declaration is not None and self._transport is None:
+            self._declaration.check(wait=True)
         for item in self._uncollected.values():
             # Exchanged in a step that was given up before it was applied.
             item.give_back()
@@ -200,6 +213,9 @@ class Exchange:
         if joining:
             join: Any = joining[0].join
             items = sorted([*items, *join([item.waiting for item in joining])], key=lambda item: item.name)
+            for item in joining:
+                # They would keep the optimizer alive.
+                item.waiting, item.join, item.give_back = None, None, _nothing
         agreed = self._agreed.get(slot)
         expected = agreed is not None and agreed.body_bytes
         if not (expected or self._watch_dense or any(item.sections for item in items)):
@@ -211,6 +227,7 @@ class Exchange:
             for item in items:
                 item.give_back()
             raise
+        self._void = bool(bad)
         if bad:
             # The step will be skipped, or is lost: what finite ranks sent must not be.
             for item, is_finite in zip(items, finite, strict=True):
@@ -266,8 +283,6 @@ class Exchange:
 
     def _gather(self, layout: Layout, payload: list[np.ndarray], finite: np.ndarray, slot: str) -> Sequence[np.ndarray]:
         if self._transport is None:
-            if self._declaration is not None:
-                self._declaration.check(wait=True)
             self._transport = self._connect()
         transport, step = self._transport, self._steps.get(slot, 0)
         self._steps[slot] = step + 1
@@ -314,6 +329,10 @@ class Exchange:
         self._telemetry.exchange_bytes += message.nbytes
         self._telemetry.overhead_bytes += wire.HEADER_BYTES
         return rows
+
+
+def _nothing() -> None:
+    """Give back nothing: what was sent belongs to another item."""
 
 
 def _check_header(header: wire.Header, layout: Layout, rank: int) -> None:

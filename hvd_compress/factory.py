@@ -8,7 +8,7 @@ from typing import Any
 
 from hvd_compress.base import Collective, Compressor
 from hvd_compress.compressors import ALL
-from hvd_compress.errors import ConfigError
+from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.feedback import ErrorFeedback, MomentumCorrection
 from hvd_compress.ops.base import ACCUMULATOR, ITEMSIZE
 from hvd_compress.step import TensorSpec
@@ -97,7 +97,7 @@ def describe(compressor: Compressor, model: Any) -> str:
     dense_total = sent_total = 0
     for name, spec in _parameters(model):
         chosen = compressor.choose(name, spec)
-        algorithm = chosen.stages[-1] if chosen.compresses(spec) else chosen
+        algorithm = _last_stage(chosen) if chosen.compresses(spec) else chosen
         full = spec.numel * ITEMSIZE[spec.dtype]
         how, sent = "dense", full
         if algorithm.compresses(spec):
@@ -112,6 +112,13 @@ def describe(compressor: Compressor, model: Any) -> str:
         f"{name:{widths[0]}}  {shape:{widths[1]}}  {how:{widths[2]}}  {dense:>{widths[3]}}  {sent:>{widths[4]}}"
         for name, shape, how, dense, sent in rows
     )
+
+
+def _last_stage(compressor: Compressor) -> Compressor:
+    try:
+        return compressor.stages[-1]
+    except UnsupportedError:
+        return compressor.at(0)  # a function of the step has no last one
 
 
 def _parameters(model: Any) -> Iterable[tuple[str, TensorSpec]]:

@@ -20,6 +20,10 @@ from hvd_compress.telemetry import Telemetry
 FORMAT = "hvd_compress.state"
 VERSION = 1
 RESIDUAL = "residual"
+# Slots that are sums over all ranks: EF21's.
+_SUMS = ("estimates",)
+# Slots that are in no unit of the gradient: positions.
+_UNSCALED = ("leaders",)
 # Labels of scopes whose parameters are not all known in the first step.
 _GROWING = ("allreduce", "tape")
 
@@ -301,12 +305,15 @@ class Runtime:
             scope.checked_restored = False
 
     def rescale(self, factor: float) -> None:
-        """Multiply all that is remembered by ``factor``: it is in units of the gradient, or has no unit."""
+        """Multiply all that is remembered by ``factor``, as it is in units of the gradient."""
         for state in self.states().values():
-            state.store({name: x * factor for name, x in state.memory().items()})
+            state.store({name: x * factor for name, x in state.memory().items() if name not in _UNSCALED})
         for restored in self._restored.values():
             if restored["residual"] is not None:
                 restored["residual"] = restored["residual"] * factor
+            for kind in ("memory", "common"):
+                arrays = restored.get(kind, {})
+                arrays.update({name: x * factor for name, x in arrays.items() if name not in _UNSCALED})
 
     def undo(self) -> None:
         """Put what the last step has sent back into the residuals."""
@@ -412,8 +419,9 @@ def _redistribute(states: list[dict[str, Any]], rank: int, size: int) -> dict[st
             memory = {name: _merged([e["memory"][name] for e in mine], scale) for name in names}
             merged["memory"] = {name: x for name, x in memory.items() if x is not None}
         if "common" in entries[0]:
-            # A sum over ranks, as that of EF21's estimates, must stay the sum of what each of them has now.
-            merged["common"] = {name: x * scale for name, x in entries[0]["common"].items()}
+            # A sum over ranks must stay the sum of what each of them has now; averages stay as they are.
+            common = entries[0]["common"].items()
+            merged["common"] = {name: x * scale if name in _SUMS else x for name, x in common}
         parameters[key] = _copied(merged)
     return parameters
 

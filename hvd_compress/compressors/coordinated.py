@@ -107,18 +107,19 @@ class CoordinatedTopK(Sparsifier):
     def _led(self, leaders: Array, spec: TensorSpec, ops: Ops) -> Array:
         """Return the positions that the leader has proposed."""
         _, _, sent = self._chunks(spec)
+        leaders = ops.astype(leaders, "float64")  # float32 has no odd numbers beyond 2**24
         positions = ops.first(leaders, sent) * float(_HALF) + leaders[sent:]
         # Before the first proposal all are 0; positions must be distinct.
-        start = ops.cumsum(ops.zeros(sent, spec.accumulator, leaders) + 1.0) - 1.0
+        start = ops.cumsum(ops.zeros(sent, "float64", leaders) + 1.0) - 1.0
         none = ops.max(leaders) <= 0
         return ops.astype(ops.select(none, start, positions), "int32")
 
     def _proposal(self, rest: Array, spec: TensorSpec, ops: Ops, step: Step) -> Array:
         """Return, on the leader, the largest positions as two halves and, on all, the unit they are in."""
         _, _, sent = self._chunks(spec)
-        places = ops.astype(ops.top_k(rest, sent), spec.accumulator)
+        places = ops.astype(ops.top_k(rest, sent), "float64")
         upper = ops.floor(places * (1 / _HALF))
-        halves = ops.concat([upper, places - upper * float(_HALF)])
+        halves = ops.astype(ops.concat([upper, places - upper * float(_HALF)]), spec.accumulator)
 
         def leads(number: int) -> np.ndarray:
             return np.array([number % step.size == step.rank], spec.accumulator)

@@ -85,8 +85,6 @@ class Policy(Compressor):
                 )
         self._leave_to_members()
         super().__post_init__()
-        object.__setattr__(self, "_modules", {})
-        object.__setattr__(self, "_dense", NoCompression())
 
     def bind_modules(self, model: Any) -> None:
         """Learn which module each parameter belongs to, for rules with ``module``.
@@ -94,7 +92,7 @@ class Policy(Compressor):
         Args:
             model: a ``torch.nn.Module`` or a Keras model.
         """
-        self._modules.update(modules_of(model))  # type: ignore[attr-defined]
+        self._modules.update(modules_of(model))
 
     def choose(self, name: str | None, spec: TensorSpec) -> Compressor:
         """Return the compressor of a parameter.
@@ -102,7 +100,7 @@ class Policy(Compressor):
         Raises:
             ConfigError: a rule asks for a module, and ``bind_modules`` was not called.
         """
-        modules: dict[str, str] = self._modules  # type: ignore[attr-defined]
+        modules = self._modules
         for key, compressor in self.rules.items():
             rule = Rule(key) if isinstance(key, str) else key
             if rule.module is not None and not modules:
@@ -112,8 +110,13 @@ class Policy(Compressor):
         return self._or_dense(self.default)
 
     def _or_dense(self, compressor: Compressor | None) -> Compressor:
-        dense: Compressor = self._dense  # type: ignore[attr-defined]
+        dense: Compressor = self.derived("dense", NoCompression)
         return dense if compressor is None else compressor
+
+    @property
+    def _modules(self) -> dict[str, str]:
+        """What ``bind_modules`` has learnt; copies have to learn it again."""
+        return self.derived("modules", dict)  # type: ignore[no-any-return]
 
     @property
     def has_momentum(self) -> bool:

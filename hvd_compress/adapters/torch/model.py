@@ -38,7 +38,7 @@ class Selected:
 
 @dataclass
 class _Joined:
-    """All tensors of one dtype, one after the other."""
+    """All tensors of one dtype and compressor, one after the other."""
 
     name: str
     spec: TensorSpec
@@ -85,16 +85,18 @@ def collect_selected(ctx: Selected) -> tuple[torch.Tensor, int, bool]:
 @torch.no_grad()
 def _join(waiting: list[Selected]) -> list[Item]:
     """Select over the tensors of a step, in the order of their names; return what is sent."""
-    by_dtype: dict[str, list[Selected]] = {}
+    alike: dict[tuple[str, str], list[Selected]] = {}
     for ctx in sorted(waiting, key=lambda ctx: ctx.target.name):
-        by_dtype.setdefault(ctx.target.spec.dtype, []).append(ctx)
-    return [_joined_item(dtype, members) for dtype, members in by_dtype.items()]
+        alike.setdefault((ctx.target.spec.dtype, repr(ctx.algorithm)), []).append(ctx)
+    return [_joined_item(dtype, how, members) for (dtype, how), members in alike.items()]
 
 
-def _joined_item(dtype: str, members: list[Selected]) -> Item:
+def _joined_item(dtype: str, how: str, members: list[Selected]) -> Item:
     algorithm, exchange = members[0].algorithm, members[0].target.exchange
     spec = TensorSpec((sum(ctx.target.spec.numel for ctx in members),), dtype)
-    joined = _Joined(f"(all {dtype} tensors)", spec, algorithm, exchange, waiting={c.target.name for c in members})
+    joined = _Joined(
+        f"(all {dtype} tensors of {how})", spec, algorithm, exchange, waiting={c.target.name for c in members}
+    )
     payload = algorithm.encode(torch.cat([ctx.x for ctx in members]), spec, OPS, members[0].step)
     indices, values = payload.arrays
     start, give_backs = 0, []

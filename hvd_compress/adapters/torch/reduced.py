@@ -13,7 +13,7 @@ from hvd_compress.adapters.torch.target import Target
 from hvd_compress.base import Compressor
 from hvd_compress.codec import learn
 from hvd_compress.exchange import Exchange, Item
-from hvd_compress.feedback import MomentumCorrection
+from hvd_compress.feedback import EF21, MomentumCorrection
 from hvd_compress.state import ParameterState
 from hvd_compress.step import TensorSpec
 
@@ -53,6 +53,8 @@ def compress_dense(target: Target, algorithm: Compressor, tensor: torch.Tensor) 
     sent = sent.contiguous()
     target.count(sent.nbytes)
     momentum = algorithm.feedback if isinstance(algorithm.feedback, MomentumCorrection) else None
+    if target.frozen:
+        momentum = None  # it would move frozen weights
     if target.state is not None:
         target.state.steps += 1
     return sent, Dense(tensor.dtype, watched, spec, momentum, target.state)
@@ -67,6 +69,7 @@ def with_momentum(tensor: torch.Tensor, ctx: Dense) -> torch.Tensor:
     update, momentum = ctx.momentum.after_average(memory, tensor, ctx.spec, OPS)
     if bool(OPS.all_finite(momentum)):
         ctx.state.store({"momentum": momentum})
+        ctx.state.common.add("momentum")
     return OPS.reshape(update, ctx.spec.shape).clone()
 
 
@@ -91,11 +94,13 @@ def compress_reduced(target: Target, algorithm: Compressor, tensor: torch.Tensor
 def decompress_reduced(tensor: torch.Tensor, ctx: Reduced) -> torch.Tensor:
     """Return the gradient that follows from what Horovod has reduced."""
     ctx.exchange.settle()
-    spec, state, void = ctx.spec, ctx.state, False
+    spec, state, void = ctx.spec, ctx.state, ctx.exchange.void
     if state is not None and (ctx.give_back is not nothing or ctx.algorithm.slots(spec)):
         # The same on all ranks, since all have the same sum.
         if not bool(OPS.all_finite(tensor)):
-            ctx.exchange.undo()
+            if not isinstance(ctx.algorithm.feedback, EF21):
+                # What others got of it is already among EF21's estimates, and stays right without them.
+                ctx.exchange.undo()
             ctx.give_back()
             # What takes turns must take this one again.
             state.steps -= 1

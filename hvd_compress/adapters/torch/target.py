@@ -97,7 +97,7 @@ def find_target(compressor: Compressor, tensor: torch.Tensor) -> tuple[Target, C
     spec = _spec(compressor, tensor, call)
     scope = _scope(compressor, call)
     exchange = _exchange(compressor, scope, call)
-    if call.owner is not None and not exchange.busy:
+    if call.owner is not None and not exchange.begun:
         _check_step(compressor, call.owner)
     while len(call.positions) > 1 and exchange.has(_name(call)):
         call = replace(call, positions=call.positions[1:])

@@ -1,0 +1,137 @@
+"""What once went wrong with other methods than top-k."""
+
+import copy
+import gc
+import weakref
+
+import horovod.torch as hvd
+import numpy as np
+import pytest
+import torch
+
+import hvd_compress as hc
+
+
+def made(compression, sizes=((40, 64), (64,)), lr=0.05):
+    generator = torch.Generator().manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in sizes]
+    named = [(f"p{i}", p) for i, p in enumerate(parameters)]
+    sgd = torch.optim.SGD(parameters, lr)
+    return parameters, hvd.DistributedOptimizer(sgd, named_parameters=named, compression=compression)
+
+
+def step(world, parameters, opt, number, apply=True, spoil=None):
+    opt.zero_grad()
+    loss = 0
+    for i, p in enumerate(parameters):
+        g = np.random.default_rng([number, i, world.rank]).standard_normal(p.shape).astype(np.float32)
+        if spoil == i and world.rank == world.size - 1:
+            g.flat[0] = np.nan
+        loss = loss + (p * torch.from_numpy(g)).sum()
+    loss.backward()
+    opt.synchronize()
+    if apply:
+        with opt.skip_synchronize():
+            opt.step()
+
+
+def test_a_state_is_saved_where_all_travels_dense(world):
+    for compression in (hc.Switch({0: hc.NoCompression(), 9: hc.TopK(0.1)}), hc.Policy({"*": None})):
+        parameters, opt = made(compression)
+        step(world, parameters, opt, 0)
+        assert compression.state_dict()["size"] == world.size
+
+
+def test_momentum_of_dense_tensors_is_the_same_on_other_numbers_of_ranks(world):
+    compression = hc.DGC(0.1, momentum=0.5)
+    parameters, opt = made(compression)
+    for number in range(3):
+        step(world, parameters, opt, number)
+    state = compression.state_dict()
+    (dense,) = [entry for key, entry in state["parameters"].items() if key.endswith("/p1")]
+    assert set(dense["common"]) == {"momentum"} and "memory" not in dense
+    # As if it came from a run of one rank.
+    alone = copy.deepcopy(state)
+    alone.update(rank=0, size=1)
+    fresh = hc.DGC(0.1, momentum=0.5)
+    fresh.load_state_dict([alone])
+    loaded = fresh.state_dict()["parameters"]
+    (same,) = [entry for key, entry in loaded.items() if key.endswith("/p1")]
+    assert torch.equal(same["common"]["momentum"], dense["common"]["momentum"])
+    world.same_everywhere([same["common"]["momentum"]])
+
+
+def test_settings_are_compared_where_nothing_is_gathered(world):
+    parameters, opt = made(hc.RandomK(0.1, seed=world.rank))
+    with pytest.raises(hc.HandshakeError, match=r"RandomK\.seed is 0 on rank 0 and 1 on rank 1"):
+        step(world, parameters, opt, 0)
+
+
+@pytest.mark.parametrize("make", [lambda f: hc.PowerSGD(2, feedback=f), lambda f: hc.TopK(0.1, feedback=f)])
+def test_ef21_after_nan_in_one_of_two_tensors(world, make):
+    """The estimates' sum stays the sum of the estimates."""
+    compression = make(hc.EF21())
+    parameters, opt = made(compression, sizes=((40, 64), (64, 48)))
+    for number in range(4):
+        step(world, parameters, opt, number, apply=number != 2, spoil=0 if number == 2 else None)
+    for entry in compression.state_dict()["parameters"].values():
+        total = hvd.allreduce(entry["memory"]["estimate"], op=hvd.Sum, name="estimates")
+        if compression.collective is hc.Collective.ALLREDUCE:
+            total = total / world.size  # Horovod has averaged it
+        assert torch.allclose(total, entry["common"]["estimates"], atol=1e-3)
+
+
+def test_ef21_in_a_policy_cannot_be_undone(world):
+    compression = hc.Policy({}, default=hc.TopK(0.1, feedback=hc.EF21()))
+    parameters, opt = made(compression)
+    step(world, parameters, opt, 0, apply=False)
+    with pytest.raises(hc.UnsupportedError, match="EF21"):
+        compression.undo_step()
+
+
+def test_copies_of_a_policy_work(world):
+    policy = copy.deepcopy(hc.Policy({"p1": None}, default=hc.TopK(0.1)))
+    parameters, opt = made(policy)
+    step(world, parameters, opt, 0)
+    assert policy.stats()["steps"] == 1
+
+
+def test_positions_of_a_leader_are_not_rescaled(world):
+    compression = hc.CoordinatedTopK(0.05, by="leader")
+    parameters, opt = made(compression)
+    step(world, parameters, opt, 0)
+    before = compression.state_dict()["parameters"]["optimizer0/p0"]["common"]["leaders"]
+    compression.rescale_residuals(0.5)
+    assert torch.equal(compression.state_dict()["parameters"]["optimizer0/p0"]["common"]["leaders"], before)
+    step(world, parameters, opt, 1)
+    world.same_everywhere(parameters)
+
+
+def test_two_selections_over_the_model(world):
+    policy = hc.Policy({"p0": hc.TopK(0.01, scope="model")}, default=hc.TopK(0.5, scope="model"))
+    parameters, opt = made(policy, sizes=((40, 64), (64, 48)))
+    step(world, parameters, opt, 0)
+    kept = {key[-2:]: entry["residual"] for key, entry in policy.state_dict()["parameters"].items()}
+    sent = {key: int((x == 0).sum()) for key, x in kept.items()}
+    assert sent == {"p0": 26, "p1": 1536}
+
+
+def test_a_selection_over_the_model_keeps_no_optimizer_alive(world):
+    compression = hc.TopK(0.1, scope="model")
+    parameters, opt = made(compression)
+    step(world, parameters, opt, 0)
+    watched = weakref.ref(opt)
+    del parameters, opt
+    gc.collect()
+    assert watched() is None
+
+
+def test_a_frozen_bias_does_not_move_by_momentum(world):
+    parameters, opt = made(hc.DGC(0.1))
+    step(world, parameters, opt, 0)
+    parameters[1].requires_grad_(False)
+    before = parameters[1].detach().clone()
+    opt.zero_grad()
+    (parameters[0] * 2.0).sum().backward()
+    opt.step()
+    assert torch.equal(parameters[1], before)
