@@ -203,8 +203,6 @@ class Exchange:
             items = [self._pending[name] for name in sorted(self._pending)]
             self._pending.clear()
         self._gathered, self._void = {}, False
-        if self._declaration is not None and self._transport is None:
-            self._declaration.check(wait=True)
         for item in self._uncollected.values():
             # Exchanged in a step that was given up before it was applied.
             item.give_back()
@@ -218,10 +216,12 @@ class Exchange:
                 item.waiting, item.join, item.give_back = None, None, _nothing
         agreed = self._agreed.get(slot)
         expected = agreed is not None and agreed.body_bytes
-        if not (expected or self._watch_dense or any(item.sections for item in items)):
-            self._sent, self._uncollected = items, {item.name: item for item in items}
-            return
         try:
+            if self._declaration is not None and self._transport is None:
+                self._declaration.check(wait=True)
+            if not (expected or self._watch_dense or any(item.sections for item in items)):
+                self._sent, self._uncollected = items, {item.name: item for item in items}
+                return
             gathered, finite, bad = self._exchange(items, slot)
         except BaseException:
             for item in items:
