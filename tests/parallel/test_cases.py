@@ -13,7 +13,8 @@ WAYS = {
 
 
 # All methods go the same ways; two of them are enough, with mpi4py and without.
-WITHOUT = {"horovodrun-2": ("test_methods.py",), "mpirun-3-hvd-allgather": ("test_methods.py",)}
+METHODS = ("test_methods.py", "test_convergence.py")
+WITHOUT = {"horovodrun-2": METHODS, "mpirun-3-hvd-allgather": METHODS}
 
 
 @pytest.mark.parametrize("way", WAYS)

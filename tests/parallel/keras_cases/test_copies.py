@@ -29,19 +29,14 @@ def trained(world, model, compression, steps=3):
     return compression.state_dict()
 
 
-@pytest.mark.parametrize("topk_names", [("sa", "sb"), (None, None)], ids=["named", "numbered"])
-def test_a_sequential_model_is_saved_and_resumed(topk_world, tmp_path, topk_names):
-    """Keras drops its name from the paths of variables, and numbers layers anew."""
+def test_a_sequential_model_is_saved_and_resumed_topk(topk_world, tmp_path):
+    """Keras drops its name from the paths of variables."""
     world, compression = topk_world, topk_world.compression()
-    model = sequential(topk_names)
+    model = sequential()
     state = trained(world, model, compression)
     path = str(tmp_path / f"model{world.rank}.keras")
     model.save(path)
-    if topk_names[0] is None:
-        model, weights = sequential(topk_names), model.get_weights()
-        model.set_weights(weights)
-    else:
-        model = keras.models.load_model(path)
+    model = keras.models.load_model(path)
     compression = world.compression()
     compression.load_state_dict(state)
     model.compile(hvd.DistributedOptimizer(opt.SGD(0.1), compression=compression), "mse")

@@ -1,7 +1,5 @@
 """Names that Keras makes up: they differ between ranks and processes, and are lost in saved models."""
 
-import copy
-
 import keras
 import pytest
 from conftest import BATCH, World
@@ -60,14 +58,23 @@ def start(kind):
     return model
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("how", ["loaded", "into a compressor at work"])
-def test_resumed_with_other_names(world, kind, how, tmp_path):
+RESUMED = [
+    ("sequential", "loaded"),
+    ("nested", "loaded"),
+    ("functional", "loaded"),
+    ("subclassed", "into a compressor at work"),
+    ("built later", "into a compressor at work"),
+]
+
+
+@pytest.mark.parametrize(("kind", "how"), RESUMED)
+def test_resumed_with_other_names(topk_world, kind, how, tmp_path):
+    world = topk_world
     for _ in range(world.rank * 9):  # dense_10 comes before dense_9, as text
         keras.layers.Dense(1)
     compression, model = world.compression(), start(kind)
     train(world, model, 0, hvd.DistributedOptimizer(opt.SGD(0.1), compression=compression))
-    state = compression.state_dict() if world.topk else None
+    state = compression.state_dict()
     weights = model.get_weights()
 
     compression = world.compression()
@@ -80,8 +87,7 @@ def test_resumed_with_other_names(world, kind, how, tmp_path):
     if how == "into a compressor at work":
         train(world, model, 0)
     model.set_weights(weights)
-    if world.topk:
-        compression.load_state_dict(state)
+    compression.load_state_dict(state)
     train(world, model, 1)
     simulation = world.simulation(SGD(0.1))
     for batches in world.batches():
@@ -98,31 +104,3 @@ def test_another_model_is_still_refused():
     model = world.model()  # its layers are called hidden and output
     with pytest.raises(StateError, match="parameters that this optimizer has not"):
         train(world, model, 0, hvd.DistributedOptimizer(opt.SGD(0.1), compression=compression))
-
-
-def test_a_deep_copy_is_distributed(world):
-    compression = world.compression()
-    original = hvd.DistributedOptimizer(opt.SGD(0.1, momentum=0.9), compression=compression)
-    models = [world.model(), keras.models.clone_model(world.model())]
-    models[1].set_weights(initial_weights())
-    for model, optimizer in zip(models, (original, copy.deepcopy(original)), strict=True):
-        model.compile(optimizer, "mse")
-        world.fit(model)
-        simulation = world.simulation(SGD(0.1, 0.9))
-        for batches in world.batches():
-            simulation.step(batches)
-        world.check(model, simulation.weights)
-
-
-def test_a_step_that_was_traced_undistributed_is_dropped(world):
-    """Wrapping in place, without the broadcast callback, and without compiling again."""
-    model = world.model()
-    model.compile(opt.SGD(0.1), "mse")
-    world.fit(model, steps=1)
-    model.set_weights(initial_weights())
-    hvd.DistributedOptimizer(model.optimizer, compression=world.compression())
-    world.fit(model)
-    simulation = world.simulation(SGD(0.1))
-    for batches in world.batches():
-        simulation.step(batches)
-    world.check(model, simulation.weights)
