@@ -18,7 +18,6 @@ import difflib
 import enum
 import importlib
 import math
-import numbers
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,12 +26,13 @@ from typing import Any
 
 import numpy as np
 
+from hvd_compress.description import describe
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.feedback import Feedback, MomentumCorrection
 from hvd_compress.ops.base import Array, Ops
 from hvd_compress.ops.numpy import NumpyOps
 from hvd_compress.policy import Route, SizePolicy
-from hvd_compress.settings import ShortRepr
+from hvd_compress.settings import ShortRepr, is_number, is_whole
 from hvd_compress.state import Runtime, world
 from hvd_compress.step import FIRST, Payload, Slot, Step, TensorSpec
 from hvd_compress.wire import ArraySection, Section
@@ -51,6 +51,11 @@ class Collective(enum.Enum):
     ALLREDUCE = "allreduce"
     #: Every rank needs all of them: the exchange of this package gathers them.
     ALLGATHER = "allgather"
+
+    @property
+    def sums(self) -> bool:
+        """Whether payloads are added up."""
+        return self is Collective.ALLREDUCE
 
 
 def _framework(tensor: Any) -> str | None:
@@ -106,7 +111,7 @@ class Compressor(ShortRepr, abc.ABC):
         )
         for name in ("min_numel", "seed"):
             value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+            whole = is_whole(value)
             self._require(whole, name, "a whole number, 0 or more")
         self._require(self.transport in TRANSPORTS, "transport", f"one of {', '.join(map(repr, TRANSPORTS))}")
         self._require(self.on_nonfinite in ON_NONFINITE, "on_nonfinite", f"one of {', '.join(map(repr, ON_NONFINITE))}")
@@ -327,8 +332,7 @@ class Compressor(ShortRepr, abc.ABC):
         Args:
             model: a ``torch.nn.Module``, a Keras model, or ``(name, tensor)`` pairs.
         """
-        text: str = importlib.import_module("hvd_compress.factory").describe(self, model)
-        return text
+        return describe(self, model)
 
     def stats(self) -> dict[str, Any]:
         """Return what this rank has sent so far.
@@ -373,7 +377,7 @@ class Compressor(ShortRepr, abc.ABC):
         Raises:
             ConfigError: the factor is not a positive finite number.
         """
-        number = isinstance(factor, numbers.Real) and not isinstance(factor, bool)
+        number = is_number(factor)
         if not (number and math.isfinite(factor) and factor > 0):
             raise ConfigError(f"the factor must be a positive finite number, got {factor!r}")
         self.runtime.rescale(float(factor))

@@ -53,14 +53,10 @@ class Item:
 
 @dataclass(frozen=True)
 class Gathered:
-    """All ranks' payloads of one tensor: an array of shape ``(ranks, count)`` a section.
-
-    ``void`` says that some rank's gradient was not finite, so that nothing of this step counts.
-    """
+    """All ranks' payloads of one tensor: an array of shape ``(ranks, count)`` a section."""
 
     arrays: Sequence[Array]
     ranks: int
-    void: bool = False
 
 
 class Exchange:
@@ -213,7 +209,7 @@ class Exchange:
             items = sorted([*items, *join([item.waiting for item in joining])], key=lambda item: item.name)
             for item in joining:
                 # They would keep the optimizer alive.
-                item.waiting, item.join, item.give_back = None, None, _nothing
+                item.waiting, item.join, item.give_back = None, None, nothing
         agreed = self._agreed.get(slot)
         expected = agreed is not None and agreed.body_bytes
         try:
@@ -252,7 +248,7 @@ class Exchange:
         for rank, header in enumerate(headers):
             _check_header(header, layout, rank)
         bad = [(rank, names[h.first_nonfinite]) for rank, h in enumerate(headers) if h.first_nonfinite >= 0]
-        return self._to_device(items, arrays, bool(bad)), finite.tolist(), bad
+        return self._to_device(items, arrays), finite.tolist(), bad
 
     def _to_host(self, items: list[Item]) -> list[np.ndarray]:
         arrays = [array for item in items for array in item.arrays]
@@ -268,7 +264,7 @@ class Exchange:
                 item.counted(wire.encode_body(item.sections, payload[start:stop]).nbytes)
             start = stop
 
-    def _to_device(self, items: list[Item], arrays: list[np.ndarray], void: bool) -> dict[str, Gathered]:
+    def _to_device(self, items: list[Item], arrays: list[np.ndarray]) -> dict[str, Gathered]:
         gathered, start = {}, 0
         sending = [item for item in items if item.sections]
         if not sending:
@@ -277,7 +273,7 @@ class Exchange:
         moved = self._ops.from_host(arrays, dtypes, sending[0].arrays[0])
         for item in sending:
             stop = start + len(item.sections)
-            gathered[item.name] = Gathered(moved[start:stop], len(arrays[start]), void)
+            gathered[item.name] = Gathered(moved[start:stop], len(arrays[start]))
             start = stop
         return gathered
 
@@ -331,8 +327,8 @@ class Exchange:
         return rows
 
 
-def _nothing() -> None:
-    """Give back nothing: what was sent belongs to another item."""
+def nothing() -> None:
+    """Give back nothing: nothing was taken out of what is remembered, or it belongs to another item."""
 
 
 def _check_header(header: wire.Header, layout: Layout, rank: int) -> None:

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import abc
 import math
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hvd_compress.errors import ConfigError
 from hvd_compress.ops.base import Array, Ops
-from hvd_compress.settings import ShortRepr
-from hvd_compress.step import Payload, Slot, Step, TensorSpec
+from hvd_compress.settings import ShortRepr, is_number
+from hvd_compress.step import RESIDUAL, Payload, Slot, Step, TensorSpec
 
 Memory = Mapping[str, Array]
-RESIDUAL = "residual"
 
 
 class Algorithm(Protocol):
@@ -254,5 +252,5 @@ def _clipped(g: Array, norm: float, ops: Ops) -> Array:
 
 def _require_number(owner: Any, name: str, valid: Callable[[float], bool], expected: str) -> None:
     value = getattr(owner, name)
-    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not valid(float(value)):
+    if not is_number(value) or not valid(float(value)):
         raise ConfigError(f"{type(owner).__name__}.{name} must be a number {expected}, got {value!r}")

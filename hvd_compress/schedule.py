@@ -6,6 +6,7 @@ import bisect
 from dataclasses import dataclass
 
 from hvd_compress.errors import ConfigError
+from hvd_compress.settings import is_whole
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,7 @@ class Steps:
     values: dict[int, float]
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.values, dict) and all(
-            isinstance(step, int) and not isinstance(step, bool) and step >= 0 for step in self.values
-        )
+        whole = isinstance(self.values, dict) and all(is_whole(step) for step in self.values)
         if not whole or 0 not in self.values:
             raise ConfigError(f"Steps expected {{first step: value}} with one for step 0, got {self.values!r}")
 

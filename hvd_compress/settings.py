@@ -1,9 +1,21 @@
-"""How compressors and feedback are written down."""
+"""What settings may be, and how compressors and feedback are written down."""
 
 from __future__ import annotations
 
+import math
+import numbers
 from dataclasses import MISSING, fields
 from typing import Any
+
+
+def is_whole(value: Any, low: int = 0, high: float = math.inf) -> bool:
+    """Tell whether this is a whole number in a range; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def is_number(value: Any) -> bool:
+    """Tell whether this is a real number; True and False are none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 class ShortRepr:

@@ -101,6 +101,9 @@ class Step:
         return ops.from_host([function(self.number)], [dtype], like)[0]
 
 
+#: The slot that most kinds of feedback have.
+RESIDUAL = "residual"
+
 #: The first step of an unnamed parameter on the only rank.
 FIRST = Step()
 

@@ -27,9 +27,9 @@ from hvd_compress import wire
 from hvd_compress.base import Collective, Compressor
 from hvd_compress.codec import encode_step, give_back, learn, slots_of
 from hvd_compress.errors import ContractError, UnsupportedError
-from hvd_compress.feedback import RESIDUAL, ErrorFeedback
+from hvd_compress.feedback import ErrorFeedback
 from hvd_compress.ops.base import ITEMSIZE, Array, Ops
-from hvd_compress.step import Payload, Step, TensorSpec
+from hvd_compress.step import RESIDUAL, Payload, Step, TensorSpec
 
 __all__ = ["ContractError", "check_compressor"]
 

@@ -18,6 +18,7 @@ from hvd_compress.compressors.sparsifier import Sparsifier
 from hvd_compress.errors import ConfigError
 from hvd_compress.feedback import ErrorFeedback, Feedback
 from hvd_compress.ops.base import Array, Ops
+from hvd_compress.settings import is_whole
 from hvd_compress.step import FIRST, Payload, Slot, Step, TensorSpec
 from hvd_compress.wire import ArraySection, Section
 
@@ -61,7 +62,7 @@ class CoordinatedTopK(Sparsifier):
                 f"CoordinatedTopK.ratio must be a number, since positions are chosen a step before, got {self.ratio!r}"
             )
         self._require(self.by in CHOICES, "by", f"one of {', '.join(map(repr, CHOICES))}")
-        whole = isinstance(self.chunk, int) and not isinstance(self.chunk, bool) and self.chunk >= 1
+        whole = is_whole(self.chunk, 1)
         self._require(whole, "chunk", "a whole number, 1 or more")
 
     def _chunks(self, spec: TensorSpec) -> tuple[int, int, int]:

@@ -14,6 +14,7 @@ from hvd_compress.compressors.topk import TopK
 from hvd_compress.errors import ConfigError
 from hvd_compress.feedback import Feedback, MomentumCorrection
 from hvd_compress.schedule import Steps, warm_up
+from hvd_compress.settings import is_whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,8 +55,7 @@ class DGC(TopK):
             raise ConfigError(f"DGC has a feedback of its own, expected no feedback=, got {self.feedback!r}")
         object.__setattr__(self, "feedback", correction)
         steps = self.warmup_steps
-        whole = isinstance(steps, int) and not isinstance(steps, bool) and steps >= 0
-        self._require(whole, "warmup_steps", "a whole number, 0 or more")
+        self._require(is_whole(steps), "warmup_steps", "a whole number, 0 or more")
         if steps:
             self._require(isinstance(self.ratio, numbers.Real), "ratio", "a number, with warmup_steps")
             object.__setattr__(self, "ratio", warm_up(self.ratio, steps, min(4, steps)))  # type: ignore[arg-type]

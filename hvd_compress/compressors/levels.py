@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import abc
 import math
-import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hvd_compress.base import Compressor
 from hvd_compress.ops.base import Array, Ops
+from hvd_compress.settings import is_number, is_whole
 from hvd_compress.step import FIRST, Payload, Step, TensorSpec
 from hvd_compress.wire import ArraySection, Section
 
@@ -121,7 +121,7 @@ class QSGD(Levels):
     norm: str = field(default="max", kw_only=True)
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.bits, int) and not isinstance(self.bits, bool) and 2 <= self.bits <= 8
+        whole = is_whole(self.bits, 2, 8)
         self._require(whole, "bits", "a whole number from 2 to 8")
         _require_bucket(self, self.bucket)
         self._require(self.norm in NORMS, "norm", f"one of {', '.join(map(repr, NORMS))}")
@@ -195,7 +195,7 @@ class TernGrad(Levels):
     clip: float | None = 2.5
 
     def __post_init__(self) -> None:
-        number = isinstance(self.clip, numbers.Real) and not isinstance(self.clip, bool)
+        number = is_number(self.clip)
         valid = self.clip is None or (number and math.isfinite(self.clip) and self.clip > 0)
         self._require(valid, "clip", "a positive number or None")
         super().__post_init__()
@@ -228,5 +228,5 @@ class TernGrad(Levels):
 
 
 def _require_bucket(compressor: Compressor, bucket: int) -> None:
-    whole = isinstance(bucket, int) and not isinstance(bucket, bool) and bucket >= 1
+    whole = is_whole(bucket, 1)
     compressor._require(whole, "bucket", "a whole number, 1 or more")

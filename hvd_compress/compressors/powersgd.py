@@ -10,7 +10,6 @@ decentralized deep learning", NeurIPS 2020 (alternating); L. Zhang, L. Zhang, S.
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -18,6 +17,7 @@ from hvd_compress.base import Collective, Compressor
 from hvd_compress.compressors.casts import FP16
 from hvd_compress.feedback import ErrorFeedback, Feedback
 from hvd_compress.ops.base import Array, Ops
+from hvd_compress.settings import is_number, is_whole
 from hvd_compress.step import FIRST, Payload, Slot, Step, TensorSpec
 from hvd_compress.wire import ArraySection, Section
 
@@ -59,9 +59,9 @@ class PowerSGD(Compressor):
     collective = Collective.ALLREDUCE
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.rank, int) and not isinstance(self.rank, bool) and self.rank >= 1
+        whole = is_whole(self.rank, 1)
         self._require(whole, "rank", "a whole number, 1 or more")
-        number = isinstance(self.min_compression_rate, numbers.Real) and not isinstance(self.min_compression_rate, bool)
+        number = is_number(self.min_compression_rate)
         valid = number and math.isfinite(self.min_compression_rate) and self.min_compression_rate > 0
         self._require(valid, "min_compression_rate", "a positive number")
         self._require(self.factors is None or isinstance(self.factors, FP16), "factors", "FP16() or None")

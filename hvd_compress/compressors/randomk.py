@@ -16,6 +16,7 @@ from hvd_compress.compressors.sparsifier import Sparsifier
 from hvd_compress.feedback import Feedback
 from hvd_compress.ops.base import Array, Ops
 from hvd_compress.ops.hashing import permuted
+from hvd_compress.settings import is_whole
 from hvd_compress.step import FIRST, Payload, Step, TensorSpec
 from hvd_compress.wire import ArraySection, Section
 
@@ -51,7 +52,7 @@ class RandomK(Sparsifier):
     collective = Collective.ALLREDUCE
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.block, int) and not isinstance(self.block, bool) and self.block >= 1
+        whole = is_whole(self.block, 1)
         self._require(whole, "block", "a whole number, 1 or more")
         self._require(self.order in ORDERS, "order", f"one of {', '.join(map(repr, ORDERS))}")
         if self.order == "rolling":

@@ -12,13 +12,13 @@ Everywhere here zero counts as positive, and a tensor of zeros stays zero.
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hvd_compress.base import Compressor
 from hvd_compress.feedback import ErrorFeedback, Feedback
 from hvd_compress.ops.base import Array, Ops
+from hvd_compress.settings import is_number, is_whole
 from hvd_compress.step import FIRST, Payload, Slot, Step, TensorSpec
 from hvd_compress.wire import ArraySection, Section
 
@@ -84,7 +84,7 @@ class Signum(SignSGD):
     beta: float = 0.9
 
     def __post_init__(self) -> None:
-        number = isinstance(self.beta, numbers.Real) and not isinstance(self.beta, bool)
+        number = is_number(self.beta)
         self._require(number and 0 <= self.beta < 1, "beta", "a number in [0, 1)")
         super().__post_init__()
 
@@ -119,7 +119,7 @@ class EFSign(Compressor):
     feedback: Feedback | None = field(default=ErrorFeedback(), kw_only=True)
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.bucket, int) and not isinstance(self.bucket, bool) and self.bucket >= 1
+        whole = is_whole(self.bucket, 1)
         self._require(self.bucket is None or whole, "bucket", "a whole number, 1 or more, or None")
         super().__post_init__()
 

@@ -11,6 +11,7 @@ from typing import Any
 from hvd_compress.base import Compressor
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.schedule import Steps
+from hvd_compress.settings import is_number
 from hvd_compress.step import TensorSpec
 
 
@@ -32,7 +33,7 @@ class Sparsifier(Compressor):
 
     def __post_init__(self) -> None:
         for ratio in self.ratio.stages() if isinstance(self.ratio, Steps) else [self.ratio]:
-            number = isinstance(ratio, numbers.Real) and not isinstance(ratio, bool) and 0 < ratio <= 1
+            number = is_number(ratio) and 0 < ratio <= 1  # type: ignore[operator]
             self._require(number or callable(ratio), "ratio", "a number in (0, 1]")
         super().__post_init__()
 

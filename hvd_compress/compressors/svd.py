@@ -15,6 +15,7 @@ from hvd_compress.base import Compressor
 from hvd_compress.compressors.powersgd import orthonormal
 from hvd_compress.feedback import ErrorFeedback, Feedback
 from hvd_compress.ops.base import Array, Ops
+from hvd_compress.settings import is_whole
 from hvd_compress.step import FIRST, Payload, Step, TensorSpec
 from hvd_compress.wire import ArraySection, Section
 
@@ -57,7 +58,7 @@ class SVD(Compressor):
     def __post_init__(self) -> None:
         for name, low in (("rank", 1), ("iterations", 0)):
             value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool) and value >= low
+            whole = is_whole(value, low)
             self._require(whole, name, f"a whole number, {low} or more")
         self._require(self.sampling in SAMPLINGS, "sampling", f"one of {', '.join(map(repr, SAMPLINGS))}")
         if self.sampling == "atomo":

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hvd_compress.base import Compressor
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.ops.base import Array, Ops
+from hvd_compress.settings import is_whole
 from hvd_compress.step import FIRST, Payload, Step, TensorSpec
 
 
@@ -30,10 +31,7 @@ class Switch(Compressor):
 
     def __post_init__(self) -> None:
         given = self.compressors
-        whole = isinstance(given, dict) and all(
-            isinstance(n, int) and not isinstance(n, bool) and n >= 0 and isinstance(c, Compressor)
-            for n, c in given.items()
-        )
+        whole = isinstance(given, dict) and all(is_whole(n) and isinstance(c, Compressor) for n, c in given.items())
         if not whole or 0 not in given or any(isinstance(c, Switch) for c in given.values()):
             raise ConfigError(f"Switch expected {{first step: compressor}} with one for step 0, got {given!r}")
         self._leave_to_members()

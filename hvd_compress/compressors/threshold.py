@@ -8,7 +8,6 @@ gradient compression technique for distributed training systems", MLSys 2021 (fi
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +18,7 @@ from hvd_compress.compressors.sparsifier import Sparsifier
 from hvd_compress.feedback import ErrorFeedback, Feedback
 from hvd_compress.ops.base import Array, Ops
 from hvd_compress.ops.hashing import permuted
+from hvd_compress.settings import is_number
 from hvd_compress.step import FIRST, Payload, Step, TensorSpec
 from hvd_compress.wire import CountedSection, CountSection, Section
 
@@ -108,8 +108,7 @@ class Threshold(_Thresholded):
             ("max_ratio", 0, 1.0000001, "a number in (0, 1]"),
         ):
             value = getattr(self, name)
-            number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-            self._require(number and low < value < high, name, expected)
+            self._require(is_number(value) and low < value < high, name, expected)
         super().__post_init__()
 
     def _capacity(self, spec: TensorSpec) -> int:

@@ -18,6 +18,7 @@ from hvd_compress.errors import ConfigError
 from hvd_compress.feedback import ErrorFeedback, Feedback
 from hvd_compress.ops.base import Array, Ops
 from hvd_compress.ops.hashing import hash32
+from hvd_compress.settings import is_whole
 from hvd_compress.step import FIRST, Payload, Step, TensorSpec
 from hvd_compress.wire import ArraySection, Section
 
@@ -59,7 +60,7 @@ class VectorQuantizer(Compressor):
     def __post_init__(self) -> None:
         for name, low, high in (("dim", 1, 4096), ("codewords", 2, 256)):
             value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+            whole = is_whole(value, low, high)
             self._require(whole, name, f"a whole number from {low} to {high}")
         self._require(is_quantiser(self.values), "values", "a quantiser such as Int8()")
         if self.codebook is not None:

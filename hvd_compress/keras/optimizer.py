@@ -12,6 +12,7 @@ from hvd_compress.errors import ConfigError
 from hvd_compress.keras.reduction import Reduction, Settings
 from hvd_compress.keras.requirements import check_optimizer
 from hvd_compress.keras.wrapping import distribute, is_distributed
+from hvd_compress.settings import is_whole
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -97,9 +98,9 @@ def _check_arguments(optimizer: Any, compression: Any, predivide: float, op: Any
         raise ConfigError(f"gradient_predivide_factor is for op=Average alone, got {predivide!r} with another op")
     if predivide != 1.0 and hvd.rocm_built():
         raise ConfigError("gradient_predivide_factor is not supported by Horovod with ROCm")
-    if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
+    if not is_whole(passes, 1):
         raise ConfigError(f"backward_passes_per_step must be a whole number, 1 or more, got {passes!r}")
-    numbered = isinstance(groups, int) and not isinstance(groups, bool) and groups > 0
+    numbered = is_whole(groups, 1)
     if not (groups is None or numbered or isinstance(groups, list)):
         raise ConfigError(f"groups must be a positive number, a list of lists of variables, or None, got {groups!r}")
     if isinstance(compression, type) and issubclass(compression, Compressor):

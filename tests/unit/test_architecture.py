@@ -18,7 +18,7 @@ LEVELS = [
     {"errors", "version", "identity", "naming", "settings"},
     {"ops", "wire"},
     {"transport", "step", "schedule", "policy", "telemetry"},
-    {"layout", "feedback"},
+    {"layout", "feedback", "checkpoint", "description"},
     {"exchange"},
     {"state"},
     {"base"},

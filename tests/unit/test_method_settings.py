@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import hvd_compress as h
-from hvd_compress.state import FORMAT, VERSION, _redistribute
+from hvd_compress.checkpoint import FORMAT, VERSION, redistribute
 
 BOOK = np.ones((4, 2), np.float32)
 
@@ -69,7 +69,7 @@ def test_the_sum_of_estimates_stays_their_sum_on_other_ranks(old, new):
         }
         for rank in range(old)
     ]
-    shared = [_redistribute(states, rank, new)["optimizer0/w"] for rank in range(new)]
+    shared = [redistribute(states, rank, new)["optimizer0/w"] for rank in range(new)]
     total = sum(entry.get("memory", {}).get("estimate", 0) for entry in shared)
     for entry in shared:
         np.testing.assert_allclose(entry["common"]["estimates"], total)

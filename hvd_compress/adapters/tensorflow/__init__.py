@@ -18,17 +18,14 @@ from tensorflow.python.ops import control_flow_util
 
 from hvd_compress.adapters.callsite import find_tensorflow_call
 from hvd_compress.adapters.common import checked_spec, shown_name, warn_unnamed, without_feedback
-from hvd_compress.adapters.tensorflow.encoding import Encoder
+from hvd_compress.adapters.tensorflow.encoding import OPS, Encoder
 from hvd_compress.adapters.tensorflow.message import Message
 from hvd_compress.adapters.tensorflow.state import StepCounter, VariableState, after
 from hvd_compress.adapters.tensorflow.target import Target, find_target
 from hvd_compress.base import Collective, Compressor
 from hvd_compress.errors import UnboundTensorError, UnsupportedError
 from hvd_compress.ops.base import ITEMSIZE
-from hvd_compress.ops.tensorflow import TensorFlowOps
 from hvd_compress.step import Payload, TensorSpec
-
-_OPS = TensorFlowOps()
 
 
 @dataclass(frozen=True)
@@ -77,12 +74,12 @@ def compress(compressor: Compressor, tensor: tf.Tensor) -> tuple[tf.Tensor, Any]
     target, tensor = find_target(compressor, call, tensor)
     name = target.known.name
     hvd = importlib.import_module("horovod.tensorflow")
-    shape = _OPS.shape(tensor) if tensor.shape.is_fully_defined() else None
+    shape = OPS.shape(tensor) if tensor.shape.is_fully_defined() else None
     if shape is None:
         raise UnsupportedError(
             f"{type(compressor).__name__} expected a tensor of known shape for {name!r}, got {tensor.shape}"
         )
-    spec = checked_spec(compressor, hvd, call.op, name, shape, _OPS.dtype(tensor))
+    spec = checked_spec(compressor, hvd, call.op, name, shape, OPS.dtype(tensor))
     chosen = compressor.choose(name, spec)
     state = _state(compressor, target) if chosen.remembers(spec) else None
     place = call.process_set.rank(), call.process_set.size()
@@ -104,7 +101,7 @@ def decompress(compressor: Compressor, tensor: tf.Tensor, ctx: Dense | Queued | 
     with tf.device(ctx.device):
         total = _gathered(tensor, ctx) if isinstance(ctx, Queued) else _reduced(tensor, ctx)
         spec = ctx.encoder.spec
-        return _OPS.reshape(_OPS.astype(total, spec.dtype), spec.shape)
+        return OPS.reshape(OPS.astype(total, spec.dtype), spec.shape)
 
 
 def _compress_gathered(
@@ -115,12 +112,10 @@ def _compress_gathered(
 
     def one(number: int, algorithm: Compressor) -> list[tf.Tensor]:
         payload, new = encoder.encode(algorithm, tensor, memory)
-        # What is sent must not overtake the update.
-        with after(tf.group(*new) if new else tf.constant(False)):
-            row, token = messages[number].pack(payload)
-        return [row, token, payload.finite, *new]
+        return [*messages[number].pack(payload), payload.finite, *new]
 
     row, token, finite, *new = encoder.staged(one)
+    # What is sent must not overtake the update.
     with after(encoder.remember(new)):
         row, token, finite = tf.identity(row), tf.identity(token), tf.identity(finite)
     return tf.ensure_shape(token, [1]), Queued(messages, row, finite, encoder, device)
@@ -137,19 +132,19 @@ def _gathered(token: tf.Tensor, ctx: Queued) -> tf.Tensor:
         arrays, bad = message.unpack(rows)
         spoiled = tf.size(bad) > 0
         restored = encoder.give_back_if(
-            tf.logical_and(spoiled, ctx.finite), lambda _: Payload(message.own(ctx.row), ctx.finite)
+            tf.logical_and(spoiled, ctx.finite), lambda: Payload(message.own(ctx.row), ctx.finite)
         )
         with after(restored):
             # Only now, so that an error that is raised finds what is remembered restored.
             arrays = message.reported(arrays, bad)
         ranks = tf.constant(arrays[0].shape[0]) if arrays[0].shape[0] else tf.shape(arrays[0])[0]
-        return [algorithm.combine(arrays, spec, _OPS), spoiled, ranks]
+        return [algorithm.combine(arrays, spec, OPS), spoiled, ranks]
 
     total, spoiled, ranks = encoder.staged(unpacked)
     total = encoder.release(tf.ensure_shape(total, [spec.numel]), spoiled)
     # The token was 1.0 and has been scaled and reduced as the gradient would have been.
     factor = tf.reshape(tf.cast(token, spec.accumulator), []) / tf.cast(ranks, spec.accumulator)
-    return _OPS.scale_(total, factor)
+    return OPS.scale_(total, factor)
 
 
 def _compress_reduced(
@@ -160,9 +155,7 @@ def _compress_reduced(
     def one(number: int, algorithm: Compressor) -> list[tf.Tensor]:
         payload, new = encoder.encode(algorithm, tensor, memory)
         (array,) = payload.arrays
-        common = [
-            tf.convert_to_tensor(x) if tf.is_tensor(x) else tf.constant(x, spec.accumulator) for x in payload.common
-        ]
+        common = [x if tf.is_tensor(x) else tf.constant(x, spec.accumulator) for x in payload.common]
         # Other ranks must hear of NaN even if it was not among what is sent.
         sent = tf.where(payload.finite, array, tf.constant(float("nan"), array.dtype))
         return [sent, payload.finite, *new, *common]
@@ -171,14 +164,14 @@ def _compress_reduced(
     new, common = rest[: encoder.remembered], rest[encoder.remembered :]
     section = encoder.first.sections(spec)[0]
     sent = tf.ensure_shape(sent, [section.nbytes // ITEMSIZE[section.dtype]])
-    counted = count_step(compressor, target, encoder, sent, spec)
+    counted = _count_step(compressor, target, encoder, sent, spec)
     with after(tf.group(encoder.remember(new), counted)):
         sent, finite = tf.identity(sent), tf.identity(finite)
         common = [tf.identity(x) for x in common]
     return sent, Reduced(sent, finite, common, encoder, device)
 
 
-def count_step(compressor: Compressor, target: Target, encoder: Encoder, sent: tf.Tensor, spec: TensorSpec) -> Any:
+def _count_step(compressor: Compressor, target: Target, encoder: Encoder, sent: tf.Tensor, spec: TensorSpec) -> Any:
     """Count a step of a tensor that Horovod reduces, and its bytes; returns an operation."""
     shown, telemetry = shown_name(target.scope, target.known.kept), compressor.runtime.telemetry
     sent_bytes, dense_bytes = sent.shape[0] * sent.dtype.size, spec.numel * ITEMSIZE[spec.dtype]
@@ -194,16 +187,16 @@ def count_step(compressor: Compressor, target: Target, encoder: Encoder, sent: t
 
 def _reduced(tensor: tf.Tensor, ctx: Reduced) -> tf.Tensor:
     encoder, spec = ctx.encoder, ctx.encoder.spec
-    spoiled = tf.logical_not(_OPS.all_finite(tensor))
+    spoiled = tf.logical_not(OPS.all_finite(tensor))
     with after(encoder.take_back_step_if(spoiled)):
         spoiled = tf.identity(spoiled)
     restored = encoder.give_back_if(
-        tf.logical_and(spoiled, ctx.finite), lambda _: Payload((ctx.sent,), ctx.finite, tuple(ctx.common))
+        tf.logical_and(spoiled, ctx.finite), lambda: Payload((ctx.sent,), ctx.finite, tuple(ctx.common))
     )
 
     def decoded(number: int, algorithm: Compressor) -> list[tf.Tensor]:
         with after(encoder.learn(algorithm, tensor)):
-            return [algorithm.decode((tensor, *ctx.common), spec, _OPS)]
+            return [algorithm.decode((tensor, *ctx.common), spec, OPS)]
 
     with after(restored):
         (total,) = encoder.staged(decoded)
@@ -245,10 +238,10 @@ def _decompress_dense(tensor: tf.Tensor, ctx: Dense) -> tf.Tensor:
         # Momentum of a dense tensor is accumulated after the average.
         encoder, feedback = ctx.momentum, ctx.momentum.first.feedback
         memory, spec = encoder.memory(), ctx.momentum.spec
-        update, momentum = feedback.after_average(memory, tensor, spec, _OPS)  # type: ignore[union-attr]
-        kept = tf.where(_OPS.all_finite(momentum), momentum, memory["momentum"])
+        update, momentum = feedback.after_average(memory, tensor, spec, OPS)  # type: ignore[union-attr]
+        kept = tf.where(OPS.all_finite(momentum), momentum, memory["momentum"])
         with after(encoder.store({"momentum": kept})):
-            tensor = _OPS.reshape(tf.identity(update), spec.shape)
+            tensor = OPS.reshape(tf.identity(update), spec.shape)
     return tf.cast(tensor, ctx.dtype)
 
 

@@ -142,14 +142,14 @@ class Encoder:
         variables = {name: self.state.variable(name) for name in new}
         return tf.group(*(v.assign(tf.cast(new[name], v.dtype), read_value=False) for name, v in variables.items()))
 
-    def give_back_if(self, spoiled: tf.Tensor, payload_of: Callable[[int], Payload]) -> tf.Tensor:
-        """Take back what was sent, if ``spoiled``; ``payload_of`` returns it for a stage."""
+    def give_back_if(self, spoiled: tf.Tensor, payload_of: Callable[[], Payload]) -> tf.Tensor:
+        """Take back what was sent, if ``spoiled``; ``payload_of`` returns it."""
         if self.state is None or self.first.feedback is None:
             return tf.constant(False)
 
         def restore() -> tf.Tensor:
             def one(number: int, algorithm: Compressor) -> list[tf.Tensor]:
-                restored = give_back(algorithm, self.memory(), payload_of(number), self.spec, OPS)
+                restored = give_back(algorithm, self.memory(), payload_of(), self.spec, OPS)
                 with after(self.store(restored)):
                     return [tf.constant(True)]
 

@@ -9,8 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_compress.errors import StateError
-from hvd_compress.state import RESIDUAL, ParameterState
-from hvd_compress.step import Slot
+from hvd_compress.state import ParameterState
+from hvd_compress.step import RESIDUAL, Slot
 from hvd_compress.transport.horovod import in_fresh_thread
 
 # Seen in TensorFlow's error when a module is exported together with its training step, to which they belong.

@@ -88,11 +88,11 @@ def decompress(compressor: Compressor, tensor: torch.Tensor, ctx: Context) -> to
             "opt.synchronize() after backward(), and scaler.step(opt) inside 'with opt.skip_synchronize():'"
         )
     if isinstance(ctx, Selected):
-        total, ranks, void = collect_selected(ctx)
+        total, ranks = collect_selected(ctx)
     else:
         gathered = target.exchange.collect(target.name, target.slot)
-        total, ranks, void = ctx.algorithm.combine(gathered.arrays, target.spec, OPS), gathered.ranks, gathered.void
-    total = release(ctx.algorithm, total, target.state, target.spec, void)
+        total, ranks = ctx.algorithm.combine(gathered.arrays, target.spec, OPS), gathered.ranks
+    total = release(ctx.algorithm, total, target.state, target.spec, target.exchange.void)
     # The token was 1.0 and has been scaled and reduced as the gradient would have been: it is
     # 1 after Average and the number of ranks after Sum.
     if tensor.device == total.device and tensor.device.type != "cpu":

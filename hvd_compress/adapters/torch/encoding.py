@@ -9,23 +9,16 @@ from typing import Any
 
 import torch
 
-from hvd_compress.adapters.common import (
-    logger,
-    without_feedback,
-)
+from hvd_compress.adapters.common import logger, without_feedback
 from hvd_compress.base import Compressor
 from hvd_compress.codec import encode_step, give_back, slots_of
 from hvd_compress.errors import StateError
-from hvd_compress.exchange import Item
+from hvd_compress.exchange import Item, nothing
 from hvd_compress.ops.torch import TorchOps
-from hvd_compress.state import RESIDUAL, ParameterState
+from hvd_compress.state import ParameterState
 from hvd_compress.step import Payload, Step, TensorSpec
 
 OPS = TorchOps()
-
-
-def nothing() -> None:
-    """Give back nothing: dense tensors have no residual."""
 
 
 @torch.no_grad()
@@ -55,7 +48,7 @@ def compressed(
         # A direct call without a name has no place to remember anything.
         algorithm, memory, number = without_feedback(algorithm), {}, 0
     else:
-        memory, number = fitting(state, tensor, spec), state.steps
+        memory, number = fitting(state, algorithm, tensor, spec), state.steps
     step = Step(name, number, *place, memory)
     payload, new = encode_step(algorithm, tensor, spec, OPS, step)
     if state is None:
@@ -80,7 +73,9 @@ def release(
     return total
 
 
-def fitting(state: ParameterState, tensor: torch.Tensor, spec: TensorSpec) -> dict[str, torch.Tensor]:
+def fitting(
+    state: ParameterState, algorithm: Compressor, tensor: torch.Tensor, spec: TensorSpec
+) -> dict[str, torch.Tensor]:
     """Return the memory as the tensor needs it, after a move, a change of dtype or of size."""
     restored, state.restored = state.restored, False
     memory: dict[str, Any] = state.memory()
@@ -88,12 +83,14 @@ def fitting(state: ParameterState, tensor: torch.Tensor, spec: TensorSpec) -> di
         # A checkpoint that TensorFlow has written has NumPy arrays.
         x = kept if isinstance(kept, torch.Tensor) else torch.from_numpy(kept)
         memory[name] = OPS.astype(OPS.move_like(x, tensor), spec.accumulator)
-    residual = memory.get(RESIDUAL)
-    if residual is not None and residual.shape != (spec.numel,):
-        expected = f"expected {spec.numel} elements in the residual of {state.name!r}, got {residual.numel()}"
+    for slot in () if algorithm.feedback is None else algorithm.feedback.slots(spec):
+        have = memory.get(slot.name)
+        if have is None or have.shape == (slot.count,):
+            continue
+        expected = f"expected {slot.count} elements in the {slot.name} of {state.name!r}, got {have.numel()}"
         if restored:
             raise StateError(f"{expected}: the loaded state is of another model")
-        logger.warning("%s: the parameter has changed its size, so its residual is dropped", expected)
+        logger.warning("%s: the parameter has changed its size, so its %s is dropped", expected, slot.name)
         state.slots.clear()
         return {}
     return memory

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hvd_compress.adapters.torch.encoding import OPS, GiveBack, fitting, nothing
+from hvd_compress.adapters.torch.encoding import OPS, GiveBack, fitting
 from hvd_compress.adapters.torch.target import Target
 from hvd_compress.base import Compressor
 from hvd_compress.codec import compensated, kept
 from hvd_compress.errors import TransportError
-from hvd_compress.exchange import Exchange, Item
+from hvd_compress.exchange import Item, nothing
 from hvd_compress.step import Payload, Step, TensorSpec
 
 
@@ -43,10 +43,8 @@ class _Joined:
     name: str
     spec: TensorSpec
     algorithm: Compressor
-    exchange: Exchange
     total: torch.Tensor | None = None
     ranks: int = 1
-    void: bool = False
     waiting: set[str] = field(default_factory=set)
 
 
@@ -54,7 +52,7 @@ class _Joined:
 def submit_for_selection(target: Target, algorithm: Compressor, tensor: torch.Tensor, token_bytes: int) -> Selected:
     """Queue a tensor; what is sent of it is found out when the exchange starts."""
     spec, state = target.spec, target.state
-    memory = {} if state is None else fitting(state, tensor, spec)
+    memory = {} if state is None else fitting(state, algorithm, tensor, spec)
     step = Step(target.name, 0 if state is None else state.steps, *target.place, memory)
     x, new = compensated(algorithm, tensor, spec, OPS, step)
     ctx = Selected(target, algorithm, x, step, dict(new), token_bytes)
@@ -64,8 +62,8 @@ def submit_for_selection(target: Target, algorithm: Compressor, tensor: torch.Te
     return ctx
 
 
-def collect_selected(ctx: Selected) -> tuple[torch.Tensor, int, bool]:
-    """Return the tensor's part of the decoded sum, the number of ranks, and whether the step does not count."""
+def collect_selected(ctx: Selected) -> tuple[torch.Tensor, int]:
+    """Return the tensor's part of the decoded sum, and the number of ranks."""
     exchange = ctx.target.exchange
     exchange.settle(ctx.target.slot)
     joined = ctx.joined
@@ -74,12 +72,12 @@ def collect_selected(ctx: Selected) -> tuple[torch.Tensor, int, bool]:
     if joined.total is None:
         gathered = exchange.collect(joined.name, ctx.target.slot)
         joined.total = joined.algorithm.combine(gathered.arrays, joined.spec, OPS)
-        joined.ranks, joined.void = gathered.ranks, gathered.void
+        joined.ranks = gathered.ranks
     part = joined.total[ctx.start : ctx.start + ctx.target.spec.numel].clone()
     joined.waiting.discard(ctx.target.name)
     if not joined.waiting:
         joined.total = None
-    return part, joined.ranks, joined.void
+    return part, joined.ranks
 
 
 @torch.no_grad()
@@ -92,11 +90,10 @@ def _join(waiting: list[Selected]) -> list[Item]:
 
 
 def _joined_item(dtype: str, how: str, members: list[Selected]) -> Item:
-    algorithm, exchange = members[0].algorithm, members[0].target.exchange
+    algorithm = members[0].algorithm
     spec = TensorSpec((sum(ctx.target.spec.numel for ctx in members),), dtype)
-    joined = _Joined(
-        f"(all {dtype} tensors of {how})", spec, algorithm, exchange, waiting={c.target.name for c in members}
-    )
+    names = {ctx.target.name for ctx in members}
+    joined = _Joined(f"(all {dtype} tensors of {how})", spec, algorithm, waiting=names)
     payload = algorithm.encode(torch.cat([ctx.x for ctx in members]), spec, OPS, members[0].step)
     indices, values = payload.arrays
     start, give_backs = 0, []

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from hvd_compress.adapters.torch.encoding import OPS, compressed, fitting, nothing, release
+from hvd_compress.adapters.torch.encoding import OPS, compressed, fitting, release
 from hvd_compress.adapters.torch.target import Target
 from hvd_compress.base import Compressor
 from hvd_compress.codec import learn
-from hvd_compress.exchange import Exchange, Item
+from hvd_compress.exchange import Exchange, Item, nothing
 from hvd_compress.feedback import EF21, MomentumCorrection
 from hvd_compress.state import ParameterState
 from hvd_compress.step import TensorSpec
@@ -25,7 +25,7 @@ class Dense:
     dtype: torch.dtype
     exchange: Exchange | None
     spec: TensorSpec
-    momentum: MomentumCorrection | None
+    algorithm: Compressor | None
     state: ParameterState | None
 
 
@@ -52,21 +52,21 @@ def compress_dense(target: Target, algorithm: Compressor, tensor: torch.Tensor) 
     sent = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
     sent = sent.contiguous()
     target.count(sent.nbytes)
-    momentum = algorithm.feedback if isinstance(algorithm.feedback, MomentumCorrection) else None
-    if target.frozen:
-        momentum = None  # it would move frozen weights
     if target.state is not None:
         target.state.steps += 1
-    return sent, Dense(tensor.dtype, watched, spec, momentum, target.state)
+    # Momentum would move frozen weights.
+    accumulates = algorithm.has_momentum and not target.frozen
+    return sent, Dense(tensor.dtype, watched, spec, algorithm if accumulates else None, target.state)
 
 
 @torch.no_grad()
 def with_momentum(tensor: torch.Tensor, ctx: Dense) -> torch.Tensor:
     """Return the update of a dense tensor whose momentum is accumulated here, after the average."""
-    if ctx.momentum is None or ctx.state is None:
+    feedback = None if ctx.algorithm is None else ctx.algorithm.feedback
+    if ctx.algorithm is None or ctx.state is None or not isinstance(feedback, MomentumCorrection):
         return tensor
-    memory = fitting(ctx.state, tensor, ctx.spec)
-    update, momentum = ctx.momentum.after_average(memory, tensor, ctx.spec, OPS)
+    memory = fitting(ctx.state, ctx.algorithm, tensor, ctx.spec)
+    update, momentum = feedback.after_average(memory, tensor, ctx.spec, OPS)
     if bool(OPS.all_finite(momentum)):
         ctx.state.store({"momentum": momentum})
         ctx.state.common.add("momentum")

@@ -135,3 +135,16 @@ def test_a_frozen_bias_does_not_move_by_momentum(world):
     (parameters[0] * 2.0).sum().backward()
     opt.step()
     assert torch.equal(parameters[1], before)
+
+
+@pytest.mark.parametrize("feedback", [hc.EF21(), hc.MomentumCorrection()])
+def test_a_state_of_another_size_is_refused_whatever_it_holds(world, feedback):
+    compression = hc.TopK(0.1, feedback=feedback)
+    step(world, *made(compression), 0)
+    state, compression = compression.state_dict(), hc.TopK(0.1, feedback=feedback)
+    compression.load_state_dict(state)
+    parameters, opt = made(compression, sizes=((40, 65), (64,)))
+    with pytest.raises(
+        hc.StateError, match=r"expected 2600 elements in the .* got 2560: the loaded state is of another"
+    ):
+        step(world, parameters, opt, 1)

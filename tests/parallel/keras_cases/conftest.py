@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from keras_simulation import HIDDEN, INPUTS, MIN_NUMEL, OUTPUTS, Simulation, initial_weights, rank_data
+from keras_simulation import HIDDEN, INPUTS, MIN_NUMEL, OUTPUTS, SGD, Simulation, initial_weights, rank_data
 from reference import Reference
 
 import hvd_compress.keras as hvd
@@ -105,6 +105,13 @@ class World:
         largest = max(np.abs(e).max() for e in expected)
         error = max(np.abs(w.astype(np.float64) - e).max() for w, e in zip(weights, expected, strict=True))
         assert error <= tolerance * largest, error / largest
+
+    def check_trained(self, model):
+        """Assert that a model was trained on :meth:`data` once, by gradient descent at a rate of 0.1."""
+        simulation = self.simulation(SGD(0.1))
+        for batches in self.batches():
+            simulation.step(batches)
+        self.check(model, simulation.weights)
 
     def same_everywhere(self, arrays):
         """Assert that all ranks hold the same bits."""

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 from keras import optimizers as opt
-from keras_simulation import HIDDEN, INPUTS, OUTPUTS, SGD, initial_weights
+from keras_simulation import HIDDEN, INPUTS, OUTPUTS, initial_weights
 
 import hvd_compress.keras as hvd
 from hvd_compress import StateError, TopK
@@ -42,10 +42,7 @@ def test_a_sequential_model_is_saved_and_resumed_topk(topk_world, tmp_path):
     model.compile(hvd.DistributedOptimizer(opt.SGD(0.1), compression=compression), "mse")
     x, y = world.data()
     model.fit(x[3 * BATCH :], y[3 * BATCH :], BATCH, shuffle=False, verbose=0)
-    simulation = world.simulation(SGD(0.1))
-    for batches in world.batches():
-        simulation.step(batches)
-    world.check(model, simulation.weights)
+    world.check_trained(model)
 
 
 def test_the_state_of_another_model_is_still_refused_topk(topk_world):
@@ -70,10 +67,7 @@ def test_a_copy_is_distributed_topk(topk_world):
     fresh = copy.deepcopy(hvd.DistributedOptimizer(opt.SGD(0.1), compression=world.compression()))
     other.compile(fresh, "mse")
     world.fit(other)
-    simulation = world.simulation(SGD(0.1))
-    for batches in world.batches():
-        simulation.step(batches)
-    world.check(other, simulation.weights)
+    world.check_trained(other)
 
 
 def test_a_trained_model_is_distributed_afterwards_topk(topk_world):
@@ -86,10 +80,7 @@ def test_a_trained_model_is_distributed_afterwards_topk(topk_world):
     model.set_weights(initial_weights())
     hvd.DistributedOptimizer(model.optimizer, compression=world.compression())
     world.fit(model)
-    simulation = world.simulation(SGD(0.1))
-    for batches in world.batches():
-        simulation.step(batches)
-    world.check(model, simulation.weights)
+    world.check_trained(model)
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])

@@ -4,7 +4,7 @@ import keras
 import pytest
 from conftest import BATCH, World
 from keras import optimizers as opt
-from keras_simulation import HIDDEN, INPUTS, OUTPUTS, SGD, initial_weights
+from keras_simulation import HIDDEN, INPUTS, OUTPUTS, initial_weights
 
 import hvd_compress.keras as hvd
 from hvd_compress import StateError
@@ -89,10 +89,7 @@ def test_resumed_with_other_names(topk_world, kind, how, tmp_path):
     model.set_weights(weights)
     compression.load_state_dict(state)
     train(world, model, 1)
-    simulation = world.simulation(SGD(0.1))
-    for batches in world.batches():
-        simulation.step(batches)
-    world.check(model, simulation.weights)
+    world.check_trained(model)
 
 
 def test_another_model_is_still_refused():
