@@ -22,6 +22,9 @@ class HorovodTransport(Transport):
         label: the operations' name, the same on all ranks and for no other exchange that
             could be under way at the same time.
         framework: ``"torch"`` or ``"tensorflow"``, whichever Horovod was initialised for.
+
+    Raises:
+        TransportError: the process set belongs to another framework's Horovod.
     """
 
     name = "horovod"
@@ -29,6 +32,7 @@ class HorovodTransport(Transport):
     def __init__(self, process_set: Any, label: str, framework: str = "torch") -> None:
         timeout_limit()  # a bad setting is reported before anything is started
         self._calls: Any = _TorchCalls() if framework == "torch" else _TensorFlowCalls()
+        _check_known(process_set, framework)
         self._process_set = process_set
         self._label = label
         self.rank = process_set.rank()
@@ -152,6 +156,24 @@ class PendingAllgather:
             strings.append(gathered[start + 8 : stop])
             start = stop
         return strings
+
+
+def _check_known(process_set: Any, framework: str) -> None:
+    """Refuse a process set that is not in the framework's table.
+
+    Each framework's Horovod has its own table; ``hvd.add_process_set``, whichever module it
+    is called through, writes into that of the framework that was imported last.
+    """
+    number = process_set.process_set_id
+    if number == 0:
+        return
+    known = importlib.import_module(f"horovod.{framework}.mpi_ops")._basics._get_process_set_ids_and_ranks()
+    if number not in known:
+        raise TransportError(
+            f"expected a process set of horovod.{framework}, got {process_set}, which it does not know; "
+            f"where several frameworks are imported Horovod adds a process set to the last one only: "
+            f"import horovod.{framework} last"
+        )
 
 
 def horovod_is_running(framework: str = "torch") -> bool:

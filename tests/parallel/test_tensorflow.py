@@ -26,6 +26,10 @@ def test_cases(way):
     run_cases("tf_cases", launcher, ranks, without=without, **variables)
 
 
+def test_cases_beside_pytorch():
+    run_cases("tf_cases/beside_torch", "mpirun", 2)
+
+
 DISAGREEMENTS = {
     "ratio": r"rank 1 does not agree with rank 0: TopK.ratio is 0.05 on rank 0 and 0.01 on rank 1",
     "transport": r"rank 1 does not agree with rank 0: TopK.transport is 'mpi' on rank 0 and 'horovod' on rank 1",

@@ -2,7 +2,6 @@
 
 import gc
 
-import horovod.tensorflow as hvd
 import pytest
 import tensorflow as tf
 from conftest import Model, check
@@ -77,52 +76,3 @@ def test_two_compressors_at_once(world):
             model.want(mine, world.rank)
         for got, mine, reference in zip(step(), gradients, expected, strict=True):
             check(got, [reference.reduce(i, g) for i, g in enumerate(mine)])
-
-
-def test_direct_calls_of_two_frameworks(world):
-    """One compressor, one process, and even one name."""
-    torch, hvd_torch = pytest.importorskip("torch"), pytest.importorskip("horovod.torch")
-    hvd_torch.init()
-    compression, expected = world.topk(), [world.reference(), world.reference()]
-
-    def step(number):
-        gradients = [world.gradients(10 * number + which, [(40, 50)])[0] for which in range(2)]
-        mine = [g[world.rank] for g in gradients]
-        got = [
-            hvd_torch.allreduce(torch.tensor(mine[0]), name="x", compression=compression).numpy(),
-            hvd.allreduce(tf.constant(mine[1]), name="x", compression=compression).numpy(),
-        ]
-        check(got, [one.reduce("x", g) for one, g in zip(expected, gradients, strict=True)])
-        return got
-
-    for number in range(3):
-        step(number)
-    saved = compression.state_dict()
-    assert list(saved["parameters"]) == ["allreduce/x", "allreduce.tensorflow/x"]
-    last = step(3)
-    expected = [world.reference(), world.reference()]
-    compression = world.topk()
-    compression.load_state_dict(saved)
-    for number in range(3):
-        for which, one in enumerate(expected):
-            one.reduce("x", world.gradients(10 * number + which, [(40, 50)])[0])
-    assert all((a == b).all() for a, b in zip(step(3), last, strict=True))
-
-
-def test_bound_parameters_of_two_frameworks(world):
-    torch, hvd_torch = pytest.importorskip("torch"), pytest.importorskip("horovod.torch")
-    hvd_torch.init()
-    compression, model = world.topk(), Model([(40, 50)])
-    parameter = torch.nn.Parameter(torch.zeros(40, 50))
-    compression.bind([("weight", parameter)])
-    compression.bind([("weight", model.variables[0])])
-    expected = [world.reference(), world.reference()]
-    for number in range(3):
-        gradients = [world.gradients(10 * number + which, [(40, 50)])[0] for which in range(2)]
-        model.want(gradients[:1], world.rank)
-        parameter.grad = torch.tensor(gradients[1][world.rank])
-        token, ctx = compression.compress(parameter.grad)
-        of_torch = compression.decompress(hvd_torch.allreduce(token, name="token"), ctx)
-        got = [model.step(compression)[0], of_torch.numpy()]
-        check(got, [one.reduce(0, g) for one, g in zip(expected, gradients, strict=True)])
-    assert set(compression.state_dict()["parameters"]) == {"tape/weight", "bound/weight"}
