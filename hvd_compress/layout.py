@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -89,17 +90,35 @@ class Declaration:
 
     def __init__(self, pending: Pending) -> None:
         self._pending: Pending | None = pending
+        self._difference: str | None = None
+
+    def meet(self, seconds: float) -> None:
+        """Wait until all ranks have said it, but no longer than so many seconds.
+
+        A rank that went on at once could be waiting in Horovod for what another one, which
+        knows of the difference already, is not going to send.  It is not waited for ever,
+        since loops in several threads may meet their optimizers in another order elsewhere.
+        """
+        end = time.monotonic() + seconds
+        while self._pending is not None and not self._pending.ready() and time.monotonic() < end:
+            time.sleep(1e-3)
 
     def check(self, wait: bool) -> None:
-        """Compare what has been gathered, once; without ``wait`` only if that is there already.
+        """Compare what has been gathered; without ``wait`` only if that is there already.
 
         Raises:
-            HandshakeError: ranks disagree.
+            HandshakeError: ranks disagree; raised every time once that is known.
         """
+        if self._difference is not None:
+            raise HandshakeError(self._difference)
         if self._pending is None or not (wait or self._pending.ready()):
             return
         pending, self._pending = self._pending, None
-        compare(pending.result("the comparison of what all ranks train"))
+        try:
+            compare(pending.result("the comparison of what all ranks train"))
+        except HandshakeError as error:
+            self._difference = str(error)
+            raise
 
 
 def describe(settings: dict[str, Any], entries: Sequence[Entry]) -> bytes:

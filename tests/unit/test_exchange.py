@@ -5,6 +5,7 @@ Gradients are whole numbers, so that every sum is exact and all comparisons are 
 
 import math
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -237,10 +238,24 @@ def test_a_declaration_that_differs_is_raised_and_nothing_is_connected(when):
             error = attempt(rank.exchange.settle)
             assert rank.residuals()["fc"].tolist() == gradients_of(0, 0)["fc"].ravel().tolist()
         assert rank.connections == 0
+        again = attempt(lambda: rank.submit("fc", gradients_of(0, 0)["fc"]))
+        assert type(again) is type(error) and str(again) == str(error)
         return type(error), str(error)
 
     message = "rank 2 does not agree with rank 0: parameter 'b' is present on rank 0 and absent on rank 2"
     assert run_ranks(1, work) == [(HandshakeError, message)]
+
+
+def test_a_declaration_is_waited_for_but_not_for_ever():
+    arriving = Arriving("ab", "ab")
+    declaration = Declaration(arriving)
+    declaration.meet(0.01)
+    assert arriving.waited == []
+    threading.Timer(0.05, lambda: setattr(arriving, "here", True)).start()
+    declaration.meet(60.0)
+    declaration.check(wait=False)
+    assert len(arriving.waited) == 1
+    declaration.meet(60.0)
 
 
 def test_collecting_what_was_never_submitted():

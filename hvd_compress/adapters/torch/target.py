@@ -30,6 +30,9 @@ from hvd_compress.transport.base import Transport
 from hvd_compress.transport.choose import open_transport
 from hvd_compress.transport.horovod import HorovodTransport
 
+#: Seconds to wait, in an optimizer's first step, for the ranks to say what they train.
+MEETING_S = 10.0
+
 
 @dataclass(frozen=True)
 class Target:
@@ -165,6 +168,7 @@ def _exchange(compressor: Compressor, scope: Scope, call: Call) -> Exchange:
             return open_transport(compressor.transport, process_set, label)
 
         settings = settings_of(compressor)
+        declaration = _declare(settings, call) if call.owner is not None else None
         exchange = scope.exchanges[key] = Exchange(
             connect,
             OPS,
@@ -172,8 +176,10 @@ def _exchange(compressor: Compressor, scope: Scope, call: Call) -> Exchange:
             runtime.telemetry,
             lambda bad: report_nonfinite(compressor, bad),
             watch_dense=compressor.on_nonfinite == "raise" and call.owner is not None,
-            declaration=_declare(settings, call) if call.owner is not None else None,
+            declaration=declaration,
         )
+        if declaration is not None:
+            declaration.meet(MEETING_S)
     return exchange
 
 

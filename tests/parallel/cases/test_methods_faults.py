@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import time
 import weakref
 
 import horovod.torch as hvd
@@ -61,8 +62,11 @@ def test_momentum_of_dense_tensors_is_the_same_on_other_numbers_of_ranks(world):
     world.same_everywhere([same["common"]["momentum"]])
 
 
-def test_settings_are_compared_where_nothing_is_gathered(world):
+@pytest.mark.parametrize("late", [0, 1])
+def test_settings_are_compared_where_nothing_is_gathered(world, late):
+    """No rank may wait for what another, which has heard of the difference first, does not send."""
     parameters, opt = made(hc.RandomK(0.1, seed=world.rank))
+    time.sleep(0.5 if world.rank == late else 0.0)
     with pytest.raises(hc.HandshakeError, match=r"RandomK\.seed is 0 on rank 0 and 1 on rank 1"):
         step(world, parameters, opt, 0)
 
