@@ -29,13 +29,13 @@ import numpy as np
 from hvd_compress.description import describe
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.feedback import Feedback, MomentumCorrection
-from hvd_compress.ops.base import Array, Ops
+from hvd_compress.ops.base import ITEMSIZE, Array, Ops
 from hvd_compress.ops.numpy import NumpyOps
 from hvd_compress.policy import Route, SizePolicy
 from hvd_compress.settings import ShortRepr, is_number, is_whole
 from hvd_compress.state import Runtime, world
 from hvd_compress.step import FIRST, Payload, Slot, Step, TensorSpec
-from hvd_compress.wire import ArraySection, Section
+from hvd_compress.wire import ArraySection, Section, is_variable
 
 # Adapters are found by the framework that a tensor comes from, and loaded only then.
 _ADAPTERS = {"torch": "hvd_compress.adapters.torch", "tensorflow": "hvd_compress.adapters.tensorflow"}
@@ -191,6 +191,23 @@ class Compressor(ShortRepr, abc.ABC):
     def clear(self, x: Array, payload: Payload, spec: TensorSpec, ops: Ops) -> Array:
         """Return ``x`` with zeros where elements were sent; a compressor that sends all returns ``x``."""
         return x
+
+    @property
+    def two_rounds(self) -> bool:
+        """Whether the ranks add something up before they encode (``Collective.ALLREDUCE`` only)."""
+        return False
+
+    def prepared(self, spec: TensorSpec) -> Sequence[Section]:
+        """Return what :meth:`prepare` returns of one tensor, as sections."""
+        return ()
+
+    def prepare(self, xs: Sequence[Array], spec: TensorSpec, ops: Ops, steps: Sequence[Step]) -> list[Array]:
+        """Return what the ranks are to add up before they encode these tensors of one spec; see :attr:`two_rounds`."""
+        raise UnsupportedError(f"{type(self).__name__} has one round")
+
+    def encode_all(self, xs: Sequence[Array], spec: TensorSpec, ops: Ops, steps: Sequence[Step]) -> list[Payload]:
+        """Encode tensors of one spec; may do it in less time than one by one."""
+        return [self.encode(x, spec, ops, step) for x, step in zip(xs, steps, strict=True)]
 
     def learn(self, reduced: Array, memory: Mapping[str, Array], spec: TensorSpec, ops: Ops) -> dict[str, Array]:
         """Return the slots that change with what Horovod has reduced (``Collective.ALLREDUCE`` only)."""
@@ -407,14 +424,21 @@ class Compressor(ShortRepr, abc.ABC):
 
 
 def is_quantiser(values: Any) -> bool:
-    """Tell whether this can compress what another compressor has selected, having no state and one stage."""
+    """Tell whether this can compress what another compressor has selected.
+
+    It must have no state and one stage, and add up.
+    """
     if not isinstance(values, Compressor) or values.collective is not Collective.ALLGATHER:
         return False
+    many = TensorSpec((4096,), "float32")
     try:
         alone = len(values.stages) == 1 and values.stages[0] is values
+        sections = values.sections(many) if alone and values.additive else []
     except UnsupportedError:
         return False
-    return alone and not values.slots(TensorSpec((1, 1), "float32"))
+    # The layout of the whole must follow from the settings, and it is to take no more than the values themselves.
+    fits = 0 < sum(section.nbytes for section in sections) <= many.numel * ITEMSIZE[many.dtype]
+    return fits and not is_variable(sections) and not values.slots(many)
 
 
 def _found_sections(compressor: Compressor, spec: TensorSpec) -> Sequence[Section]:

@@ -9,7 +9,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from hvd_compress.base import Compressor
+from hvd_compress.errors import UnsupportedError
 from hvd_compress.ops.base import Array, Ops
+from hvd_compress.packing import PACKED, kept_as
 from hvd_compress.step import Payload, Slot, Step, TensorSpec
 
 
@@ -17,6 +19,15 @@ def slots_of(compressor: Compressor, spec: TensorSpec) -> Sequence[Slot]:
     """Return all that is remembered of such a parameter."""
     feedback = compressor.feedback
     return (*(() if feedback is None else feedback.slots(spec)), *compressor.slots(spec))
+
+
+def known_slots(compressor: Compressor, spec: TensorSpec) -> set[str]:
+    """Return the names of all that a compressor remembers of such a parameter in any step."""
+    try:
+        stages: Sequence[Compressor] = compressor.stages
+    except UnsupportedError:
+        stages = [compressor.at(0)]  # one function of the step: what is remembered does not depend on it
+    return {slot.name for stage in stages for slot in slots_of(stage, spec)}
 
 
 def encode_step(
@@ -37,16 +48,32 @@ def encode_step(
         they are the old ones: one infinity that entered a residual would stay there for ever.
     """
     x, changed = compensated(compressor, gradient, spec, ops, step)
-    # Another compressor, of an earlier step, may have had a slot of the same name and another size.
-    started = {
-        slot.name: ops.zeros(slot.count, slot.dtype, gradient)
-        for slot in compressor.slots(spec)
-        if slot.name not in step.memory or ops.shape(step.memory[slot.name]) != (slot.count,)
-    }
-    step = dataclasses.replace(step, memory={**step.memory, **started})
+    step, started = opened(compressor, gradient, spec, ops, step)
     payload = compressor.encode(x, spec, ops, step)
     new = kept(compressor, x, changed, payload, spec, ops, step)
     return dataclasses.replace(payload, memory={}), {**started, **new}
+
+
+def prepare_step(compressor: Compressor, gradient: Array, spec: TensorSpec, ops: Ops, step: Step) -> Array | None:
+    """Return what the ranks add up first, if anything; :func:`encode_step` gets the sum as ``step.agreed``."""
+    if not compressor.two_rounds:
+        return None
+    x, _ = compensated(compressor, gradient, spec, ops, step)
+    step, _ = opened(compressor, gradient, spec, ops, step)
+    return compressor.prepare([x], spec, ops, [step])[0]
+
+
+def opened(
+    compressor: Compressor, like: Array, spec: TensorSpec, ops: Ops, step: Step
+) -> tuple[Step, dict[str, Array]]:
+    """Return the step with all slots of the compressor in its memory, and those of them that are new."""
+    # Another compressor, of an earlier step, may have had a slot of the same name and another size.
+    started = {
+        slot.name: ops.zeros(slot.count, slot.dtype, like)
+        for slot in compressor.slots(spec)
+        if slot.name not in step.memory or ops.shape(step.memory[slot.name]) != (slot.count,)
+    }
+    return dataclasses.replace(step, memory={**step.memory, **started}), started
 
 
 def compensated(
@@ -78,7 +105,8 @@ def kept(
         new[name] = ops.where(payload.finite, value, ops.astype(old, ops.dtype(value)))
     for slot in slots_of(compressor, spec):
         if slot.name in new:
-            new[slot.name] = ops.astype_finite(new[slot.name], slot.dtype)
+            keys = step.keys(compressor.seed, slot.name) if slot.dtype == PACKED else None
+            new[slot.name] = kept_as(new[slot.name], slot.dtype, keys, ops)
     return new
 
 

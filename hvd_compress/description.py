@@ -8,24 +8,29 @@ from typing import Any
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.ops.base import ACCUMULATOR, ITEMSIZE
 from hvd_compress.step import TensorSpec
+from hvd_compress.wire import is_variable
 
 
 def describe(compressor: Any, model: Any) -> str:
     """Return a table of what happens to each parameter, and of the bytes a step; see ``Compressor.describe``."""
     rows = [("parameter", "shape", "how", "dense bytes", "sent bytes")]
-    dense_total = sent_total = 0
+    dense_total, sent_total, limits = 0, 0, ""
     for name, spec in _parameters(model):
         chosen = compressor.choose(name, spec)
         algorithm = _last_stage(chosen) if chosen.compresses(spec) else chosen
         full = spec.numel * ITEMSIZE[spec.dtype]
-        how, sent = "dense", full
+        how, sent, limit = "dense", full, ""
         if algorithm.compresses(spec):
-            token = 0 if algorithm.collective.sums else ITEMSIZE["float32"]
-            how, sent = repr(algorithm), sum(section.nbytes for section in algorithm.sections(spec)) + token
-        rows.append((name, "x".join(map(str, spec.shape)), how, f"{full:,}", f"{sent:,}"))
+            token = 0 if algorithm.collective.sums and not algorithm.two_rounds else ITEMSIZE["float32"]
+            sections = (*algorithm.sections(spec), *algorithm.prepared(spec))
+            how, sent = repr(algorithm), sum(section.nbytes for section in sections) + token
+            # What the data decide has a largest size.
+            limit = "<= " if is_variable(sections) else ""
+            limits = limits or limit
+        rows.append((name, "x".join(map(str, spec.shape)), how, f"{full:,}", f"{limit}{sent:,}"))
         dense_total, sent_total = dense_total + full, sent_total + sent
-    ratio = f"{dense_total / sent_total:.1f}x less" if sent_total else ""
-    rows.append(("all", "", ratio, f"{dense_total:,}", f"{sent_total:,}"))
+    ratio = f"{dense_total / sent_total:.1f}x less{' or more' if limits else ''}" if sent_total else ""
+    rows.append(("all", "", ratio, f"{dense_total:,}", f"{limits}{sent_total:,}"))
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     return "\n".join(
         f"{name:{widths[0]}}  {shape:{widths[1]}}  {how:{widths[2]}}  {dense:>{widths[3]}}  {sent:>{widths[4]}}"

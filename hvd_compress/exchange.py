@@ -72,6 +72,7 @@ class Exchange:
         watch_dense: exchange the finiteness of dense tensors even if nothing else is sent.
         declaration: a comparison between ranks that is under way; looked at in passing, and
             waited for before the first exchange.
+        on_start: called in the first step, once all tensors are there; may raise.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Exchange:
         on_nonfinite: Callable[[list[tuple[int, str]]], None],
         watch_dense: bool = False,
         declaration: Declaration | None = None,
+        on_start: Callable[[], None] | None = None,
     ) -> None:
         self._connect = connect
         self._ops = ops
@@ -91,6 +93,8 @@ class Exchange:
         self._on_nonfinite = on_nonfinite
         self._watch_dense = watch_dense
         self._declaration = declaration
+        self._on_start = on_start or nothing
+        self._started = False
         self._transport: Transport | None = None
         self._agreed: dict[str, Layout] = {}
         self._steps: dict[str, int] = {}
@@ -101,6 +105,7 @@ class Exchange:
         # Whether this step has been exchanged; a step ends when the next tensor is queued.
         self._settled = True
         self._void = False
+        self._unnamed = 0
         # On GPUs Horovod's hooks run on one autograd thread for each device.
         self._lock = threading.Lock()
 
@@ -131,6 +136,12 @@ class Exchange:
     def has(self, name: str) -> bool:
         """Whether ``name`` is queued already."""
         return name in self._pending
+
+    def next_unnamed(self) -> int:
+        """Number the calls without a name, whose order is the same on all ranks, since Horovod pairs them by it."""
+        with self._lock:
+            self._unnamed += 1
+            return self._unnamed - 1
 
     def submit(self, item: Item) -> None:
         """Queue a tensor for the next exchange.
@@ -203,18 +214,15 @@ class Exchange:
             # Exchanged in a step that was given up before it was applied.
             item.give_back()
         self._uncollected, self._sent = {}, []
-        joining = [item for item in items if item.join is not None]
-        if joining:
-            join: Any = joining[0].join
-            items = sorted([*items, *join([item.waiting for item in joining])], key=lambda item: item.name)
-            for item in joining:
-                # They would keep the optimizer alive.
-                item.waiting, item.join, item.give_back = None, None, nothing
         agreed = self._agreed.get(slot)
         expected = agreed is not None and agreed.body_bytes
         try:
-            if self._declaration is not None and self._transport is None:
-                self._declaration.check(wait=True)
+            if not self._started:
+                if self._declaration is not None:
+                    self._declaration.check(wait=True)
+                self._on_start()
+                self._started = True
+            items = self._join(items)
             if not (expected or self._watch_dense or any(item.sections for item in items)):
                 self._sent, self._uncollected = items, {item.name: item for item in items}
                 return
@@ -233,6 +241,26 @@ class Exchange:
         else:
             self._sent, self._uncollected = items, {item.name: item for item in items}
         self._gathered = gathered
+
+    def _join(self, items: list[Item]) -> list[Item]:
+        """Find out what is sent of tensors of which it depends on others; the same order on all ranks."""
+        joining: dict[Any, list[Item]] = {}
+        for item in items:
+            if item.join is not None:
+                joining.setdefault(item.join, []).append(item)
+        found: list[Item] = []
+        try:
+            for join in sorted(joining, key=lambda join: str(join.__module__)):
+                found += join([item.waiting for item in joining[join]])
+        except BaseException:
+            for item in found:
+                item.give_back()
+            raise
+        for waited in joining.values():
+            for item in waited:
+                # They would keep the optimizer alive.
+                item.waiting, item.join, item.give_back = None, None, nothing
+        return sorted([*items, *found], key=lambda item: item.name)
 
     def _exchange(self, items: list[Item], slot: str) -> tuple[dict[str, Gathered], list[bool], list[tuple[int, str]]]:
         layout = Layout.of(self._settings, [(i.name, i.shape, i.dtype, tuple(i.sections)) for i in items])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +11,8 @@ from hvd_compress.base import Compressor
 from hvd_compress.compressors import ALL
 from hvd_compress.errors import ConfigError
 from hvd_compress.feedback import ErrorFeedback, MomentumCorrection
+
+logger = logging.getLogger("hvd_compress")
 
 
 def make(name: str, **settings: Any) -> Compressor:
@@ -57,9 +60,9 @@ _GRACE_MEMORIES = ("none", "residual", "dgc", "powersgd", "efsignsgd")
 def from_grace(params: Mapping[str, Any]) -> Compressor:
     """Return the compressor that a ``params`` dict of the GRACE package describes.
 
-    ``compressor``, ``memory``, ``compress_ratio``, ``threshold``, ``quantum_num``, ``momentum``,
-    ``compress_rank`` and ``gradient_clipping`` are understood; ``communicator``, ``model`` and
-    ``world_size`` are not needed here.
+    ``compressor``, ``memory``, ``compress_ratio``, ``threshold``, ``quantum_num``, ``momentum``
+    and ``compress_rank`` are understood; ``communicator``, ``model`` and ``world_size`` are not
+    needed here, and ``gradient_clipping`` is left out with a warning.
 
     Raises:
         ConfigError: the compressor or memory has no counterpart.
@@ -78,7 +81,10 @@ def from_grace(params: Mapping[str, Any]) -> Compressor:
         levels = int(params.get("quantum_num", 127))
         settings.update(bits=min(8, max(2, levels.bit_length() + 1)), norm="l2")
     if kind == "dgc" and params.get("gradient_clipping"):
-        settings["clip_norm"] = float(params["gradient_clipping"])
+        logger.warning(
+            "GRACE's gradient_clipping limits elements to the norm of their whole tensor, which has no counterpart and "
+            "is left out; to clip norms, as the paper does, use DGC(..., clip_norm=...)"
+        )
     if kind != "dgc":
         if memory in ("residual", "powersgd", "efsignsgd"):
             settings["feedback"] = ErrorFeedback()

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from hvd_compress.errors import ConfigError
 from hvd_compress.ops.base import Array, Ops
+from hvd_compress.packing import PACKED
 from hvd_compress.settings import ShortRepr, is_number
 from hvd_compress.step import RESIDUAL, Payload, Slot, Step, TensorSpec
 
@@ -80,7 +81,9 @@ class ErrorFeedback(Feedback):
         decay: at most 1: less forgets old errors, which can help when they have become stale
             (large learning-rate drops, very small ratios).
         dtype: ``"bfloat16"`` or ``"float16"`` halves the memory that residuals take; gradients
-            that are some hundred times smaller than the residual are then lost in it.
+            that are some hundred times smaller than the residual are then lost in it.  ``"int8"``
+            quarters it: 256 elements share a scale, and rounding is stochastic, so that nothing is
+            lost on average.
 
     Raises:
         ConfigError: ``decay`` is not above 0 and at most 1, or ``dtype`` another one.
@@ -90,8 +93,8 @@ class ErrorFeedback(Feedback):
     dtype: str | None = None
 
     def __post_init__(self) -> None:
-        if self.dtype not in (None, "float16", "bfloat16"):
-            raise ConfigError(f"ErrorFeedback.dtype must be 'bfloat16', 'float16' or None, got {self.dtype!r}")
+        if self.dtype not in (None, "float16", "bfloat16", PACKED):
+            raise ConfigError(f"ErrorFeedback.dtype must be 'bfloat16', 'float16', 'int8' or None, got {self.dtype!r}")
         _require_number(self, "decay", lambda value: 0 < value <= 1, "in (0, 1]")
 
     def slots(self, spec: TensorSpec) -> Sequence[Slot]:

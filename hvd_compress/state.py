@@ -13,7 +13,7 @@ from typing import Any
 from hvd_compress.checkpoint import FORMAT, VERSION, by_kind, check_size, checked, copied, redistribute, renamed
 from hvd_compress.errors import StateError
 from hvd_compress.identity import WeakIdDictionary
-from hvd_compress.ops.base import Array
+from hvd_compress.ops.base import LARGEST, Array
 from hvd_compress.step import RESIDUAL
 from hvd_compress.telemetry import Telemetry
 
@@ -283,13 +283,13 @@ class Runtime:
     def rescale(self, factor: float) -> None:
         """Multiply all that is remembered by ``factor``, as it is in units of the gradient."""
         for state in self.states().values():
-            state.store({name: x * factor for name, x in state.memory().items() if name not in _UNSCALED})
+            state.store({name: _scaled(x, factor) for name, x in state.memory().items() if name not in _UNSCALED})
         for restored in self._restored.values():
             if restored["residual"] is not None:
-                restored["residual"] = restored["residual"] * factor
+                restored["residual"] = _scaled(restored["residual"], factor)
             for kind in ("memory", "common"):
                 arrays = restored.get(kind, {})
-                arrays.update({name: x * factor for name, x in arrays.items() if name not in _UNSCALED})
+                arrays.update({name: _scaled(x, factor) for name, x in arrays.items() if name not in _UNSCALED})
 
     def undo(self) -> None:
         """Put what the last step has sent back into the residuals."""
@@ -301,6 +301,13 @@ class Runtime:
         self._opened.clear()
         for scope in self.scopes:
             scope.exchanges.clear()
+
+
+def _scaled(x: Array, factor: float) -> Array:
+    """Multiply; what is beyond the largest number becomes that, since infinity would stay for ever."""
+    scaled = x * factor
+    largest = LARGEST[str(x.dtype).removeprefix("torch.")]
+    return scaled.clip(-largest, largest)
 
 
 def _grows(label: str) -> bool:

@@ -78,6 +78,8 @@ class Step:
         number: steps of this parameter so far; a tensor in a TensorFlow graph.
         rank, size: of the process set.
         memory: the compressor's slots, and those of its feedback.
+        agreed: the sum over all ranks of what :meth:`~hvd_compress.base.Compressor.prepare` returned;
+            None if there is one rank alone.
     """
 
     key: str = ""
@@ -85,6 +87,7 @@ class Step:
     rank: int = 0
     size: int = 1
     memory: Mapping[str, Array] = field(default_factory=dict)
+    agreed: Any = None
 
     def keys(self, seed: int, purpose: str, shared: bool = False) -> Any:
         """Return two 32-bit keys for :meth:`~hvd_compress.ops.base.Ops.uniform`.

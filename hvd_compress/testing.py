@@ -25,10 +25,11 @@ import numpy as np
 
 from hvd_compress import wire
 from hvd_compress.base import Collective, Compressor
-from hvd_compress.codec import encode_step, give_back, learn, slots_of
+from hvd_compress.codec import encode_step, give_back, learn, prepare_step, slots_of
 from hvd_compress.errors import ContractError, UnsupportedError
 from hvd_compress.feedback import ErrorFeedback
 from hvd_compress.ops.base import ITEMSIZE, Array, Ops
+from hvd_compress.packing import PACKED, Packed, unpacked
 from hvd_compress.step import RESIDUAL, Payload, Step, TensorSpec
 
 __all__ = ["ContractError", "check_compressor"]
@@ -40,7 +41,7 @@ _SPECS = [
     *(TensorSpec((60, 50), dtype) for dtype in ("float64", "float16", "bfloat16")),
     *(TensorSpec(shape, "float32") for shape in ((1,), (1, 1), (1, 1025), (33, 1), (3, 5, 7, 11))),
 ]
-_EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
+_EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7, PACKED: 2.0**-6, "float32": 2.0**-23, "float64": 2.0**-52}
 # Sums and products of a few thousand numbers are off by less than so many roundings.
 _ROUNDINGS = 64
 _RANKS = 3
@@ -100,6 +101,8 @@ class _Rank:
         self.compressor, self.spec, self.ops = compressor, spec, ops
         self.rank, self.size, self.number = rank, size, 0
         self.memory: dict[str, Array] = {}
+        # What the ranks have added up before they encode.
+        self.agreed: Array | None = None
         # Of messages.
         self.seen, self.last = "", 0
 
@@ -111,8 +114,8 @@ class _Rank:
 
     def step(self) -> Step:
         """Return the next step, with the memory as adapters pass it."""
-        memory = {name: self.ops.astype(x, self.spec.accumulator) for name, x in self.memory.items()}
-        return Step("weight", self.number, self.rank, self.size, memory)
+        memory = {name: unpacked(x, self.spec.accumulator, self.ops) for name, x in self.memory.items()}
+        return Step("weight", self.number, self.rank, self.size, memory, self.agreed)
 
     def encode(self, values: np.ndarray, seen: str) -> tuple[Payload, dict[str, Array]]:
         """Compress without remembering anything; ``seen`` is how messages call the values."""
@@ -196,8 +199,9 @@ class _Rank:
         for name, x in new.items():
             if name not in slots:
                 self.fail("what is remembered has a slot", f"one of {sorted(slots)}", name)
-            self.expect(f"slot {name} has its dtype", slots[name].dtype, self.ops.dtype(x))
-            self.expect(f"slot {name} is as long as it says", (slots[name].count,), tuple(self.ops.shape(x)))
+            dtype = PACKED if isinstance(x, Packed) else self.ops.dtype(x)
+            self.expect(f"slot {name} has its dtype", slots[name].dtype, dtype)
+            self.expect(f"slot {name} is as long as it says", (slots[name].count,), tuple(x.shape))
             if not np.isfinite(_numbers(x, self.ops)).all():
                 self.fail(f"slot {name} stays finite", "finite numbers", x)
 
@@ -242,6 +246,7 @@ def _tensor(values: np.ndarray, dtype: str, ops: Ops) -> Array:
 
 
 def _host(x: Array, ops: Ops) -> np.ndarray:
+    x = x.unpack() if isinstance(x, Packed) else x
     return np.asarray(ops.to_host([x])[0])
 
 
@@ -420,7 +425,7 @@ def _check_give_back(rank: _Rank) -> None:
     x, _ = feedback.compensate(_tensor(values[2], rank.spec.dtype, rank.ops), rank.spec, rank.ops, step)
     expected = {name: _numbers(old, rank.ops) for name, old in {**before, RESIDUAL: x}.items()}
     _, payload = rank.send(values[2], "ordinary numbers")
-    memory = {name: rank.ops.copy(rank.ops.astype(x, rank.spec.accumulator)) for name, x in rank.memory.items()}
+    memory = {name: rank.ops.copy(unpacked(x, rank.spec.accumulator, rank.ops)) for name, x in rank.memory.items()}
     for name, restored in give_back(algorithm, memory, payload, rank.spec, rank.ops).items():
         largest = max(np.abs(expected[name]).max(), np.abs(_numbers(restored, rank.ops)).max())
         slots = {slot.name: slot.dtype for slot in slots_of(algorithm, rank.spec)}
@@ -445,7 +450,9 @@ def _check_randomness(alone: _Alone, spec: TensorSpec, ops: Ops) -> None:
     if here.gathered and alone.stage.unbiased and sent(number=1) != first and sent(rank=1) == first:
         here.fail("the noise of rounding differs between ranks, so that it averages out", "other bytes", "the same")
     if not here.gathered:
-        payloads = [_Rank(alone, spec, ops, r, _RANKS).encode(values, "ordinary numbers")[0] for r in range(_RANKS)]
+        ranks = [_Rank(alone, spec, ops, rank, _RANKS) for rank in range(_RANKS)]
+        _agree(ranks, [values] * _RANKS)
+        payloads = [rank.encode(values, "ordinary numbers")[0] for rank in ranks]
         common = [[_known(x, ops) for x in payload.common] for payload in payloads]
         here.expect("what is not sent is the same on all ranks", [common[0]] * _RANKS, common)
 
@@ -459,9 +466,26 @@ def _check_ranks(ranks: Sequence[_Rank]) -> None:
         _exchanged(ranks, gradients)
 
 
+def _agree(ranks: Sequence[_Rank], gradients: Sequence[np.ndarray]) -> None:
+    """Make the first round of compressors that have two."""
+    first = ranks[0]
+    spec, ops, algorithm = first.spec, first.ops, first.algorithm
+    sums: Any = None
+    for rank, values in zip(ranks, gradients, strict=True):
+        rank.agreed = None
+        one = prepare_step(algorithm, _tensor(values, spec.dtype, ops), spec, ops, rank.step())
+        if one is not None:
+            size = sum(section.nbytes for section in algorithm.prepared(spec))
+            first.expect("prepare returns what prepared says", size, len(_bytes(one, ops)))
+            sums = one if sums is None else sums + one
+    for rank in ranks:
+        rank.agreed = sums
+
+
 def _exchanged(ranks: Sequence[_Rank], gradients: np.ndarray) -> None:
     """Send one step of all ranks, and compare what the receivers combine with the sum of what they decode."""
     first = ranks[0]
+    _agree(ranks, list(gradients))
     algorithm, spec, ops, gathered = first.algorithm, first.spec, first.ops, first.gathered
     sent = [rank.send(values, "ordinary numbers") for rank, values in zip(ranks, gradients, strict=True)]
     expected = np.sum([decoded for decoded, _ in sent], axis=0)

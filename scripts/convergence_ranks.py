@@ -8,15 +8,17 @@ the package's own exchange has the same bits; what Horovod's allreduce adds up m
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import torch
 
 import hvd_compress as hc
 from hvd_compress import wire
-from hvd_compress.codec import encode_step, learn
+from hvd_compress.codec import encode_step, learn, prepare_step
 from hvd_compress.feedback import MomentumCorrection
 from hvd_compress.ops.torch import TorchOps
+from hvd_compress.packing import unpacked
 from hvd_compress.step import Payload
 
 OPS = TorchOps()
@@ -93,13 +95,16 @@ class SimulatedRanks:
         memories: list[Memory],
         spec: hc.TensorSpec,
     ) -> list[Payload]:
+        exact = [{slot: unpacked(x, spec.accumulator, OPS) for slot, x in kept.items()} for kept in memories]
+        steps = [hc.Step(name, number, rank, self.size, memory) for rank, memory in enumerate(exact)]
+        first = [prepare_step(algorithm, g, spec, OPS, step) for g, step in zip(parts, steps, strict=True)]
+        if first[0] is not None:
+            self.bytes_sent += first[0].nbytes + TOKEN_BYTES
+            agreed = self._mean(first)
+            steps = [dataclasses.replace(step, agreed=agreed) for step in steps]
         payloads = []
-        for rank, (gradient, kept) in enumerate(zip(parts, memories, strict=True)):
-            memory = {slot: OPS.astype(x, spec.accumulator) for slot, x in kept.items()}
-            for slot in algorithm.slots(spec):
-                if slot.name not in memory:
-                    memory[slot.name] = OPS.zeros(slot.count, slot.dtype, gradient)
-            payload, new = encode_step(algorithm, gradient, spec, OPS, hc.Step(name, number, rank, self.size, memory))
+        for gradient, step, kept in zip(parts, steps, memories, strict=True):
+            payload, new = encode_step(algorithm, gradient, spec, OPS, step)
             kept.update(new)
             payloads.append(payload)
         return payloads

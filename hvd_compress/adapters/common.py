@@ -7,9 +7,10 @@ import logging
 from typing import Any
 
 from hvd_compress.base import Compressor
-from hvd_compress.errors import NonFiniteGradientError, UnsupportedError
+from hvd_compress.codec import known_slots
+from hvd_compress.errors import NonFiniteGradientError, StateError, UnsupportedError
 from hvd_compress.ops.base import ACCUMULATOR, ITEMSIZE
-from hvd_compress.state import Scope
+from hvd_compress.state import ParameterState, Scope
 from hvd_compress.step import TensorSpec
 from hvd_compress.version import __version__
 
@@ -81,6 +82,22 @@ def report_nonfinite(compressor: Compressor, bad: list[tuple[int, str]]) -> None
             "This is said only once.",
             message,
         )
+
+
+def check_fits(chosen: Compressor, state: ParameterState, spec: TensorSpec) -> None:
+    """Raise if a loaded state has what this compressor could not go on with.
+
+    Raises:
+        StateError: it was saved with another feedback.
+    """
+    if state.restored:
+        expected = known_slots(chosen, spec)
+        unknown = sorted(set(state.memory()) - expected)
+        if unknown:
+            raise StateError(
+                f"the loaded state of {state.name!r} was saved with another feedback: expected "
+                f"{' and '.join(sorted(expected)) or 'nothing to be remembered'}, got {' and '.join(unknown)}"
+            )
 
 
 def warn_of_two_momenta(compressor: Compressor, found: str | None) -> None:

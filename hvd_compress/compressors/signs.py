@@ -175,8 +175,8 @@ class OneBit(EFSign):
         count = ops.sum(ops.rows(upper, width))
         others = _counts(x, width, spec, ops) - count
         means = [above / ops.clip(count, 1.0, float(width)), below / ops.clip(others, 1.0, float(width))]
-        finite = ops.all_finite(x)
-        # NaN is on neither side of zero, and receivers must see it.
+        # Sums of what is finite may overflow; NaN is on neither side of zero, and receivers must see it.
+        finite = ops.all_finite(x) & ops.all_finite(above) & ops.all_finite(below)
         means = [ops.where(finite, mean, mean * math.nan) for mean in map(ops.flatten, means)]
         return Payload((_packed_signs(x, ops), *means), finite)
 

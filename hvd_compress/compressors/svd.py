@@ -103,6 +103,8 @@ class SVD(Compressor):
     def _payload(self, left: Array, right: Array, finite: Array, ops: Ops) -> Payload:
         """Return the factors, with NaN in them if the gradient holds any."""
         right = ops.flatten(right)
+        # Products of what is finite may overflow, here or when the factors are multiplied.
+        finite = finite & ops.all_finite(right * float(self.rank))
         return Payload((ops.flatten(left), ops.where(finite, right, right * math.nan)), finite)
 
     def _drawn(self, matrix: Array, rank: int, ops: Ops, step: Step) -> tuple[Array, Array]:

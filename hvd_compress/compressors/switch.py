@@ -37,6 +37,16 @@ class Switch(Compressor):
         self._leave_to_members()
         super().__post_init__()
 
+    def choose(self, name: str | None, spec: TensorSpec) -> Compressor:
+        """Return the changes of one parameter, where a ``Policy`` is among them."""
+        chosen = {first: c.choose(name, spec) for first, c in self.compressors.items()}
+        if all(chosen[first] is c for first, c in self.compressors.items()):
+            return self
+        # A policy keeps what it chooses, so no other can get the same id.
+        key = tuple((first, id(c)) for first, c in sorted(chosen.items()))
+        switch: Compressor = self.derived(key, lambda: Switch(chosen))
+        return switch
+
     def compresses(self, spec: TensorSpec) -> bool:
         """Whether any of them ever does."""
         return any(c.compresses(spec) for c in self.compressors.values())

@@ -152,7 +152,9 @@ class VectorQuantizer(Compressor):
             codes.append(ops.astype(code, "uint8"))
             magnitudes.append(magnitude)
         sent = self.values.encode(ops.concat(magnitudes), self._magnitudes(spec), ops, step)
-        return Payload((ops.pack(ops.concat(codes), self._bits()), *sent.arrays), ops.all_finite(x))
+        # The magnitude of finite elements may overflow.
+        finite = ops.all_finite(x) & sent.finite
+        return Payload((ops.pack(ops.concat(codes), self._bits()), *sent.arrays), finite)
 
     def decode(self, arrays: Sequence[Array], spec: TensorSpec, ops: Ops) -> Array:
         """Return codewords times magnitudes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -16,6 +17,14 @@ ACCUMULATOR = {
     "bfloat16": "float32",
     "float32": "float32",
     "float64": "float64",
+}
+
+#: The largest number of each dtype.
+LARGEST = {
+    "float16": 65504.0,
+    "bfloat16": (2.0 - 2.0**-7) * 2.0**127,
+    "float32": (2.0 - 2.0**-23) * 2.0**127,
+    "float64": sys.float_info.max,
 }
 
 #: Bytes an element.
@@ -144,8 +153,8 @@ class Ops(Protocol):
     def first(self, x: Array, count: int) -> Array:
         """Return the first ``count`` elements."""
 
-    def concat(self, arrays: Sequence[Array]) -> Array:
-        """Join one-dimensional arrays."""
+    def concat(self, arrays: Sequence[Array], axis: int = 0) -> Array:
+        """Join arrays along an axis."""
 
     def cumsum(self, x: Array) -> Array:
         """Sum up along the last axis."""
@@ -171,10 +180,10 @@ class Ops(Protocol):
     # --- Matrices -------------------------------------------------------------------
 
     def matmul(self, a: Array, b: Array) -> Array:
-        """Multiply matrices."""
+        """Multiply matrices, or rows of matrices pair by pair."""
 
     def transpose(self, a: Array) -> Array:
-        """Return the transpose of a matrix, as a view where possible."""
+        """Swap the last two axes, as a view where possible."""
 
     # --- Bits and random numbers ----------------------------------------------------
 

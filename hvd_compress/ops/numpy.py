@@ -175,9 +175,9 @@ class NumpyOps:
         """Return the first elements."""
         return x[:count]
 
-    def concat(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+    def concat(self, arrays: Sequence[np.ndarray], axis: int = 0) -> np.ndarray:
         """Join arrays."""
-        return np.concatenate(arrays)
+        return np.concatenate(arrays, axis)
 
     def cumsum(self, x: np.ndarray) -> np.ndarray:
         """Sum up."""
@@ -218,7 +218,7 @@ class NumpyOps:
 
     def transpose(self, a: np.ndarray) -> np.ndarray:
         """Return the transpose."""
-        return a.T
+        return np.swapaxes(a, -1, -2)
 
     def pack(self, codes: np.ndarray, width: int) -> np.ndarray:
         """Pack codes into bytes."""

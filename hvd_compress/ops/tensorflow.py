@@ -204,9 +204,9 @@ class TensorFlowOps:
         """Return the first elements."""
         return x[:count]
 
-    def concat(self, arrays: Sequence[tf.Tensor]) -> tf.Tensor:
+    def concat(self, arrays: Sequence[tf.Tensor], axis: int = 0) -> tf.Tensor:
         """Join arrays."""
-        return tf.concat(list(arrays), 0)
+        return tf.concat(list(arrays), axis)
 
     def cumsum(self, x: tf.Tensor) -> tf.Tensor:
         """Sum up."""
@@ -244,7 +244,7 @@ class TensorFlowOps:
 
     def transpose(self, a: tf.Tensor) -> tf.Tensor:
         """Return the transpose."""
-        return tf.transpose(a)
+        return tf.linalg.matrix_transpose(a)
 
     def pack(self, codes: tf.Tensor, width: int) -> tf.Tensor:
         """Pack codes into bytes."""

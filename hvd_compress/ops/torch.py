@@ -224,9 +224,9 @@ class TorchOps:
         """Return the first elements."""
         return x[:count]
 
-    def concat(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
+    def concat(self, arrays: Sequence[torch.Tensor], axis: int = 0) -> torch.Tensor:
         """Join arrays."""
-        return torch.cat(list(arrays))
+        return torch.cat(list(arrays), axis)
 
     def cumsum(self, x: torch.Tensor) -> torch.Tensor:
         """Sum up."""
@@ -263,7 +263,7 @@ class TorchOps:
 
     def transpose(self, a: torch.Tensor) -> torch.Tensor:
         """Return the transpose."""
-        return a.t()
+        return a.mT
 
     def pack(self, codes: torch.Tensor, width: int) -> torch.Tensor:
         """Pack codes into bytes."""

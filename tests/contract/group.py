@@ -1,11 +1,15 @@
 """Ranks in one process, driven as the adapters drive them."""
 
+import dataclasses
+import functools
+
 import numpy as np
 
 from hvd_compress import Collective, Step, TensorSpec
-from hvd_compress.codec import encode_step, learn
+from hvd_compress.codec import encode_step, learn, prepare_step
 from hvd_compress.ops.numpy import NumpyOps
 from hvd_compress.ops.torch import TorchOps
+from hvd_compress.packing import unpacked
 
 NUMPY, TORCH = NumpyOps(), TorchOps()
 
@@ -43,10 +47,14 @@ class Group:
     def step(self, gradients):
         algorithm, spec, ops, size = self.compressor.at(self.number), self.spec, self.ops, len(self.memory)
         self.payloads = []
-        for rank, (memory, gradient) in enumerate(zip(self.memory, gradients, strict=True)):
-            known = {name: ops.astype(x, spec.accumulator) for name, x in memory.items()}
-            step = Step(self.key, self.number, rank, size, known)
-            x = ops.astype(tensor(np.asarray(gradient, np.float64), ops), spec.dtype)
+        xs = [ops.astype(tensor(np.asarray(g, np.float64), ops), spec.dtype) for g in gradients]
+        known = [{name: unpacked(x, spec.accumulator, ops) for name, x in memory.items()} for memory in self.memory]
+        steps = [Step(self.key, self.number, rank, size, memory) for rank, memory in enumerate(known)]
+        if algorithm.two_rounds:
+            first = [prepare_step(algorithm, x, spec, ops, step) for x, step in zip(xs, steps, strict=True)]
+            agreed = functools.reduce(lambda a, b: a + b, first)
+            steps = [dataclasses.replace(step, agreed=agreed) for step in steps]
+        for memory, x, step in zip(self.memory, xs, steps, strict=True):
             payload, new = encode_step(algorithm, x, spec, ops, step)
             memory.update(new)
             self.payloads.append(payload)
@@ -83,7 +91,8 @@ class Group:
 
     def kept(self, slot="residual", rank=0):
         """Return what a rank remembers, as float64."""
-        return array(self.memory[rank][slot], self.ops).reshape(self.spec.shape)
+        kept = unpacked(self.memory[rank][slot], self.spec.accumulator, self.ops)
+        return array(kept, self.ops).reshape(self.spec.shape)
 
 
 def once(compressor, x, dtype=None, ops=NUMPY, number=0, key="weight"):

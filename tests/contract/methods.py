@@ -22,6 +22,7 @@ EXACT = [
     h.TopK(0.05, feedback=ErrorFeedback(0.9)),
     h.TopK(0.05, feedback=ErrorFeedback(0.5, "float16")),
     h.TopK(0.05, feedback=ErrorFeedback(dtype="bfloat16")),
+    h.TopK(0.05, feedback=ErrorFeedback(dtype="int8")),
     h.TopK(0.05, feedback=EF21()),
     h.TopK(0.05, feedback=MomentumCorrection()),
     h.TopK(0.01, values=h.Int8()),
@@ -87,6 +88,8 @@ CLOSE = [
     h.PowerSGD(3),
     h.PowerSGD(2, factors=h.FP16()),
     h.PowerSGD(16),
+    h.PowerSGD(3, alternating=False),
+    h.PowerSGD(2, alternating=False, factors=h.FP16()),
     h.Switch({0: h.NoCompression(), 2: h.TopK(0.01), 4: h.PowerSGD(2)}),
     h.Switch({0: h.PowerSGD(3), 3: h.PowerSGD(1), 5: h.EFSign()}),
 ]

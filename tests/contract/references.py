@@ -187,6 +187,21 @@ class Ef21:
         return self.h
 
 
+class PaperPowerSgd:
+    """Algorithms 1 and 2 of the PowerSGD paper: two rounds, and errors against what all have sent."""
+
+    def __init__(self, start, ranks):
+        self.right, self.errors = start, [0.0] * ranks
+
+    def step(self, gradients):
+        deltas = [g + e for g, e in zip(gradients, self.errors, strict=True)]
+        left, _ = np.linalg.qr(sum(delta @ self.right for delta in deltas) / len(deltas))
+        self.right = sum(delta.T @ left for delta in deltas) / len(deltas)
+        sent = left @ self.right.T
+        self.errors = [delta - sent for delta in deltas]
+        return sent
+
+
 class PowerSgd:
     """Vogels et al. 2020, alternating: all ranks of a group, whose matrices are ``(rows, columns)``.
 

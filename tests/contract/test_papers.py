@@ -95,11 +95,12 @@ def low_rank(rows, columns, values):
     return left * np.asarray(values) @ right.T
 
 
+@pytest.mark.parametrize("alternating", [True, False])
 @pytest.mark.parametrize("shape", [(30, 40), (40, 30)])
-def test_power_sgd_converges_to_the_best_approximation(shape):
+def test_power_sgd_converges_to_the_best_approximation(shape, alternating):
     matrix = low_rank(*shape, [8.0, 5.0, 1.0, 0.5, 0.2])
     best = low_rank(*shape, [8.0, 5.0, 0, 0, 0])
-    group = Group(h.PowerSGD(2, feedback=None), shape)
+    group = Group(h.PowerSGD(2, alternating=alternating, feedback=None), shape)
     errors = [np.linalg.norm(group.step([matrix]) - best) for _ in range(16)]
     assert errors[0] > 0.5
     assert errors[-1] < 1e-6
@@ -112,6 +113,19 @@ def test_power_sgd_loses_nothing_of_a_matrix_of_its_rank():
         # The first step projects on random vectors, and the second on all of what is there.
         np.testing.assert_allclose(sum(outs), 8 * matrix, atol=1e-8)
         np.testing.assert_allclose(group.kept(), 0, atol=1e-8)
+
+
+def test_two_rounds_carry_all_of_a_matrix_of_their_rank_at_once():
+    """And the mean of all ranks', exactly as if one rank had held it (lemma 3 of the paper)."""
+    matrix = low_rank(30, 40, [3.0, 2.0, 1.0])
+    group = Group(h.PowerSGD(3, alternating=False), (30, 40), size=3)
+    parts = [matrix * weight for weight in (0.2, 0.3, 2.5)]
+    np.testing.assert_allclose(group.step(parts), matrix, atol=1e-10)
+    alone, gradients = Group(h.PowerSGD(2, alternating=False), (30, 40)), np.random.default_rng(4)
+    together = Group(h.PowerSGD(2, alternating=False), (30, 40), size=3)
+    for _ in range(4):
+        drawn = gradients.standard_normal((3, 30, 40))
+        np.testing.assert_allclose(together.step(drawn), alone.step([drawn.mean(axis=0)]), atol=1e-9)
 
 
 def test_dgc_momentum_reaches_what_is_sent_late():

@@ -211,6 +211,23 @@ def test_power_sgd(ops, shape, rank):
 
 
 @BOTH
+@pytest.mark.parametrize("shape", [(9, 37), (37, 9), (12, 3, 5, 2)])
+@pytest.mark.parametrize("rank", [1, 3])
+def test_power_sgd_of_two_rounds(ops, shape, rank):
+    columns = int(np.prod(shape[1:]))
+    start = noise(rank * columns, "subspace", 0, None).reshape(rank, columns).T - 0.5
+    twin = ref.PaperPowerSgd(start, RANKS)
+    group = Group(h.PowerSGD(rank, alternating=False), shape, "float64", ops, RANKS)
+    for drawn in gradients(3, shape):
+        out = group.step(drawn)
+        expected = twin.step(list(drawn.reshape(RANKS, shape[0], columns)))
+        np.testing.assert_allclose(out.reshape(shape[0], columns), expected, rtol=0, atol=1e-9 * np.abs(expected).max())
+    # The paper subtracts what all have sent, a rank here its own; the means are the same.
+    mean = sum(group.kept(rank=r) for r in range(RANKS)).reshape(shape[0], columns) / RANKS
+    np.testing.assert_allclose(mean, sum(twin.errors) / RANKS, rtol=0, atol=1e-9 * 50)
+
+
+@BOTH
 def test_half_precision(ops):
     # Three ranks divide by four; Horovod adds up in half precision.
     def sum_of_halves(sent):

@@ -6,8 +6,9 @@ import os
 import numpy as np
 
 import hvd_compress as hc
-from hvd_compress.codec import encode_step, learn
+from hvd_compress.codec import encode_step, learn, prepare_step
 from hvd_compress.ops.numpy import NumpyOps
+from hvd_compress.packing import unpacked
 
 OPS = NumpyOps()
 
@@ -19,6 +20,7 @@ _METHODS = {
     "topk-efsign": lambda: hc.TopK(0.05, values=hc.EFSign()),
     "topk-warm-up": lambda: hc.TopK(hc.warm_up(0.01, 8)),
     "topk-function": lambda: hc.TopK(lambda step: 0.1 if step < 3 else 0.02),
+    "topk-int8-residual": lambda: hc.TopK(0.05, feedback=hc.ErrorFeedback(dtype="int8")),
     "topk-ef21": lambda: hc.TopK(0.05, feedback=hc.EF21()),
     "topk-decay": lambda: hc.TopK(0.05, feedback=hc.ErrorFeedback(0.9)),
     "randomk": lambda: hc.RandomK(0.1),
@@ -45,6 +47,8 @@ _METHODS = {
     "vector": lambda: hc.VectorQuantizer(8, 32),
     "vector-unbiased": lambda: hc.VectorQuantizer(4, 16, unbiased=True),
     "powersgd": lambda: hc.PowerSGD(2),
+    "powersgd-two": lambda: hc.PowerSGD(2, alternating=False),
+    "powersgd-two-fp16": lambda: hc.PowerSGD(2, alternating=False, factors=hc.FP16()),
     "powersgd-fp16": lambda: hc.PowerSGD(2, factors=hc.FP16()),
     "switch": lambda: hc.Switch({0: hc.NoCompression(), 3: hc.PowerSGD(2), 9: hc.TopK(0.05)}),
     "policy": lambda: hc.Policy({"first.*": hc.PowerSGD(1), "*.bias": None}, default=hc.TopK(0.05)),
@@ -62,7 +66,9 @@ METHODS = {name: _with_transport(make) for name, make in _METHODS.items()}
 LOOSE = {
     "topk-qsgd",
     "topk-efsign",
+    "topk-int8-residual",
     "powersgd-fp16",
+    "powersgd-two-fp16",
     "qsgd-l2",
     "terngrad",
     "adaptive",
@@ -92,10 +98,12 @@ class Simulation:
         if not algorithm.compresses(spec):
             return self._dense(algorithm, gradients, states, spec)
         payloads = []
-        for rank, (g, state) in enumerate(zip(gradients, states, strict=True)):
-            for slot in algorithm.slots(spec):
-                state.setdefault(slot.name, np.zeros(slot.count, slot.dtype))
-            step = hc.Step(name, number, rank, self.size, {k: v for k, v in state.items() if k != "steps"})
+        memories = [{k: unpacked(v, "float32", OPS) for k, v in state.items() if k != "steps"} for state in states]
+        steps = [hc.Step(name, number, rank, self.size, memory) for rank, memory in enumerate(memories)]
+        if algorithm.two_rounds:
+            agreed = sum(prepare_step(algorithm, g, spec, OPS, s) for g, s in zip(gradients, steps, strict=True))
+            steps = [dataclasses.replace(step, agreed=agreed) for step in steps]
+        for g, step, state in zip(gradients, steps, states, strict=True):
             payload, new = encode_step(algorithm, g, spec, OPS, step)
             state.update(new)
             payloads.append(payload)

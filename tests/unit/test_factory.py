@@ -63,7 +63,9 @@ def test_params_of_grace(params, expected):
     assert repr(hc.from_grace(params)) == expected
 
 
-def test_params_of_grace_that_have_no_counterpart():
+def test_params_of_grace_that_have_no_counterpart(caplog):
+    made = hc.from_grace({"compressor": "dgc", "compress_ratio": 0.01, "gradient_clipping": True})
+    assert repr(made) == "DGC(0.01)" and "gradient_clipping" in caplog.text
     with pytest.raises(hc.ConfigError, match="did you mean topk"):
         hc.from_grace({"compressor": "topkk"})
     with pytest.raises(hc.ConfigError, match="expected a memory among"):
@@ -135,6 +137,22 @@ def test_describe():
     assert "dense" in rows["norm.weight"]
     dense, sent = (int(n.replace(",", "")) for n in rows["all"].split()[-2:])
     assert dense == sum(4 * p.numel() for p in Net().parameters()) and sent < dense
+
+
+def test_describe_says_what_is_only_a_limit():
+    rows = hc.AdaptiveThreshold(0.01).describe(Net()).splitlines()
+    assert "<= " in rows[-1] and "or more" in rows[-1] and "<= " in rows[1]
+    assert "<=" not in hc.TopK(0.01).describe(Net())
+
+
+def test_a_policy_may_be_one_of_those_that_are_switched_between():
+    policy = hc.Policy({"conv*": None}, default=hc.PowerSGD(2))
+    switch = hc.Switch({0: hc.NoCompression(), 10: policy})
+    chosen = switch.choose("out.weight", SPEC)
+    assert chosen is switch.choose("other.weight", SPEC)
+    assert repr(chosen.at(9)) == "NoCompression()" and type(chosen.at(10)) is hc.PowerSGD
+    assert not switch.choose("conv.weight", SPEC).compresses(SPEC) and switch.compresses(SPEC)
+    assert "PowerSGD(2)" in switch.describe(Net()) and " dense " in switch.describe(Net())
 
 
 def test_schedules():

@@ -17,7 +17,7 @@ import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
 from hvd_compress.adapters.callsite import find_tensorflow_call
-from hvd_compress.adapters.common import checked_spec, shown_name, warn_unnamed, without_feedback
+from hvd_compress.adapters.common import check_fits, checked_spec, shown_name, warn_unnamed, without_feedback
 from hvd_compress.adapters.tensorflow.encoding import OPS, Encoder
 from hvd_compress.adapters.tensorflow.message import Message
 from hvd_compress.adapters.tensorflow.state import StepCounter, VariableState, after
@@ -59,6 +59,17 @@ class Reduced:
     device: str
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """Context of a tensor that is encoded with what Horovod has reduced first."""
+
+    compressor: Compressor
+    gradient: tf.Tensor
+    target: Target
+    encoder: Encoder
+    device: str
+
+
 def compress(compressor: Compressor, tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
     """Implement ``Compressor.compress`` for TensorFlow."""
     call = find_tensorflow_call(tensor)
@@ -82,6 +93,9 @@ def compress(compressor: Compressor, tensor: tf.Tensor) -> tuple[tf.Tensor, Any]
     spec = checked_spec(compressor, hvd, call.op, name, shape, OPS.dtype(tensor))
     chosen = compressor.choose(name, spec)
     state = _state(compressor, target) if chosen.remembers(spec) else None
+    if state is not None:
+        check_fits(chosen, state, spec)
+        state.restored = False
     place = call.process_set.rank(), call.process_set.size()
     encoder = Encoder(chosen if state is not None else without_feedback(chosen), spec, state, name, place)
     if not encoder.first.compresses(spec):
@@ -89,17 +103,22 @@ def compress(compressor: Compressor, tensor: tf.Tensor) -> tuple[tf.Tensor, Any]
     device = tensor.device if target.variable is None else target.variable.device
     with tf.device(device):
         encoder.start(tensor, device)
+        if encoder.first.two_rounds:
+            return _compress_prepared(compressor, tensor, target, encoder, device)
         if encoder.first.collective is Collective.ALLREDUCE:
             return _compress_reduced(compressor, tensor, target, encoder, device)
         return _compress_gathered(compressor, tensor, target, encoder, device)
 
 
-def decompress(compressor: Compressor, tensor: tf.Tensor, ctx: Dense | Queued | Reduced) -> tf.Tensor:
+def decompress(compressor: Compressor, tensor: tf.Tensor, ctx: Dense | Prepared | Queued | Reduced) -> tf.Tensor:
     """Implement ``Compressor.decompress`` for TensorFlow; ``tensor`` is what Horovod has reduced."""
     if isinstance(ctx, Dense):
         return _decompress_dense(tensor, ctx)
     with tf.device(ctx.device):
-        total = _gathered(tensor, ctx) if isinstance(ctx, Queued) else _reduced(tensor, ctx)
+        if isinstance(ctx, Queued):
+            total = _gathered(tensor, ctx)
+        else:
+            total = _agreed(tensor, ctx) if isinstance(ctx, Prepared) else _reduced(tensor, ctx)
         spec = ctx.encoder.spec
         return OPS.reshape(OPS.astype(total, spec.dtype), spec.shape)
 
@@ -164,17 +183,17 @@ def _compress_reduced(
     new, common = rest[: encoder.remembered], rest[encoder.remembered :]
     section = encoder.first.sections(spec)[0]
     sent = tf.ensure_shape(sent, [section.nbytes // ITEMSIZE[section.dtype]])
-    counted = _count_step(compressor, target, encoder, sent, spec)
+    counted = _count_step(compressor, target, encoder, sent, sent.shape[0] * sent.dtype.size)
     with after(tf.group(encoder.remember(new), counted)):
         sent, finite = tf.identity(sent), tf.identity(finite)
         common = [tf.identity(x) for x in common]
     return sent, Reduced(sent, finite, common, encoder, device)
 
 
-def _count_step(compressor: Compressor, target: Target, encoder: Encoder, sent: tf.Tensor, spec: TensorSpec) -> Any:
+def _count_step(compressor: Compressor, target: Target, encoder: Encoder, sent: tf.Tensor, sent_bytes: int) -> Any:
     """Count a step of a tensor that Horovod reduces, and its bytes; returns an operation."""
     shown, telemetry = shown_name(target.scope, target.known.kept), compressor.runtime.telemetry
-    sent_bytes, dense_bytes = sent.shape[0] * sent.dtype.size, spec.numel * ITEMSIZE[spec.dtype]
+    dense_bytes = encoder.spec.numel * ITEMSIZE[encoder.spec.dtype]
 
     def run(_: Any) -> Any:
         if encoder.state is not None:
@@ -201,6 +220,46 @@ def _reduced(tensor: tf.Tensor, ctx: Reduced) -> tf.Tensor:
     with after(restored):
         (total,) = encoder.staged(decoded)
     return encoder.release(tf.ensure_shape(total, [spec.numel]), spoiled)
+
+
+def _compress_prepared(
+    compressor: Compressor, tensor: tf.Tensor, target: Target, encoder: Encoder, device: str
+) -> tuple[tf.Tensor, Prepared]:
+    prepared = tf.cast(encoder.prepare(encoder.first, tensor, encoder.memory()), encoder.spec.accumulator)
+    # Behind it a token, which is scaled and reduced as the gradient would have been.
+    sent = tf.concat([prepared, tf.ones([1], prepared.dtype)], 0)
+    return sent, Prepared(compressor, tensor, target, encoder, device)
+
+
+def _agreed(tensor: tf.Tensor, ctx: Prepared) -> tf.Tensor:
+    encoder, spec, target, algorithm = ctx.encoder, ctx.encoder.spec, ctx.target, ctx.encoder.first
+    agreed, token = tensor[:-1], tensor[-1]
+    payload, new = encoder.encode(algorithm, ctx.gradient, encoder.memory(), agreed)
+    (own,) = payload.arrays
+    # Other ranks must hear of NaN even if it was not among what is sent.
+    own = tf.where(payload.finite, own, tf.constant(float("nan"), own.dtype))
+    total, ranks = _second_sum(own, target)
+    spoiled = tf.logical_not(OPS.all_finite(total))
+    sent_bytes = tensor.shape[0] * tensor.dtype.size + (own.shape[0] + 1) * own.dtype.size
+    counted = _count_step(ctx.compressor, target, encoder, own, sent_bytes)
+    with after(tf.group(encoder.remember(new), counted)):
+        total, spoiled = tf.identity(total), tf.identity(spoiled)
+    with after(encoder.take_back_step_if(spoiled)):
+        restored = encoder.give_back_if(tf.logical_and(spoiled, payload.finite), lambda: payload)
+    with after(restored), after(encoder.learn(algorithm, total)):
+        decoded = algorithm.decode((total, *payload.common), spec, OPS)
+    released = encoder.release(tf.ensure_shape(decoded, [spec.numel]), spoiled)
+    return OPS.scale_(released, token / tf.cast(ranks, token.dtype))
+
+
+def _second_sum(own: tf.Tensor, target: Target) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return the sum over the ranks, and their number, which may change in elastic jobs."""
+    calls = importlib.import_module("horovod.tensorflow.mpi_ops")
+    operation = target.known.operation
+    named = {} if operation is None else {"name": f"{operation}.second", "ignore_name_scope": True}
+    counted = tf.concat([own, tf.ones([1], own.dtype)], 0)
+    total = calls._allreduce(counted, op=calls.Sum, process_set=target.channel.process_set, **named)
+    return total[:-1], total[-1]
 
 
 def _refuse_xla(compressor: Compressor) -> None:

@@ -9,15 +9,18 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_compress.adapters.tensorflow.state import VariableState, after
+from hvd_compress.adapters.tensorflow.state import PackedVariable, VariableState, after
 from hvd_compress.base import Compressor
-from hvd_compress.codec import encode_step, give_back, learn, slots_of
+from hvd_compress.codec import encode_step, give_back, learn, prepare_step, slots_of
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.ops.base import Array, Ops
 from hvd_compress.ops.tensorflow import TensorFlowOps
+from hvd_compress.packing import PACKED, Packed
 from hvd_compress.step import Payload, Step, TensorSpec, derive_keys
 
 OPS = TensorFlowOps()
+# Keys of the noise with which residuals are packed that are given back.
+_RESTORED = (0, 1)
 
 
 @dataclass(frozen=True)
@@ -93,8 +96,8 @@ class Encoder:
 
     @property
     def remembered(self) -> int:
-        """How many slots there are."""
-        return len(self._slots)
+        """How many tensors :meth:`remember` takes."""
+        return sum(2 if slot.dtype == PACKED else 1 for slot in self._slots)
 
     def start(self, gradient: tf.Tensor, device: str) -> None:
         """Make the variables, and find out the stage of this step."""
@@ -118,29 +121,56 @@ class Encoder:
         state: Any = self.state
         return tf.cast(state.variable(name).read_value(), self.spec.accumulator)
 
-    def encode(
-        self, algorithm: Compressor, gradient: tf.Tensor, memory: Mapping[str, tf.Tensor]
-    ) -> tuple[Payload, list[tf.Tensor]]:
-        """Return the payload, and the new values of the slots in their order."""
+    def _step(
+        self, algorithm: Compressor, gradient: tf.Tensor, memory: Mapping[str, tf.Tensor], agreed: tf.Tensor | None
+    ) -> GraphStep:
         if self.state is None:
             memory = {s.name: tf.zeros([s.count], s.dtype) for s in algorithm.slots(self.spec)}
-        step = GraphStep(self._key, None, *self._place, memory, self.state, gradient)
+        return GraphStep(self._key, None, *self._place, memory, agreed, self.state, gradient)
+
+    def prepare(self, algorithm: Compressor, gradient: tf.Tensor, memory: Mapping[str, tf.Tensor]) -> tf.Tensor:
+        """Return what the ranks add up before they encode."""
+        return prepare_step(algorithm, gradient, self.spec, OPS, self._step(algorithm, gradient, memory, None))
+
+    def encode(
+        self,
+        algorithm: Compressor,
+        gradient: tf.Tensor,
+        memory: Mapping[str, tf.Tensor],
+        agreed: tf.Tensor | None = None,
+    ) -> tuple[Payload, list[tf.Tensor]]:
+        """Return the payload, and the new values of the slots in their order."""
+        step = self._step(algorithm, gradient, memory, agreed)
         payload, new = encode_step(algorithm, gradient, self.spec, OPS, step)
-        return payload, [new.get(s.name, tf.cast(memory[s.name], s.dtype)) for s in self._slots]
+        values: list[tf.Tensor] = []
+        for slot in self._slots:
+            if slot.dtype == PACKED:
+                values += [new[slot.name].codes, new[slot.name].scales]
+            else:
+                values.append(new.get(slot.name, tf.cast(memory[slot.name], slot.dtype)))
+        return payload, values
 
     def remember(self, values: Sequence[tf.Tensor]) -> Any:
-        """Assign the slots' new values; returns an operation."""
+        """Assign what :meth:`encode` has returned; returns an operation."""
         if self.state is None or not self._slots:
             return tf.constant(False)
-        pairs = zip(self._slots, values, strict=True)
-        return tf.group(*(self.state.variable(s.name).assign(value, read_value=False) for s, value in pairs))
+        rest, assigned = iter(values), []
+        for slot in self._slots:
+            value = Packed(next(rest), next(rest), None, OPS) if slot.dtype == PACKED else next(rest)
+            assigned.append(self.state.variable(slot.name).assign(value, read_value=False))
+        return tf.group(*assigned)
 
     def store(self, new: Mapping[str, tf.Tensor]) -> Any:
         """Assign some slots; returns an operation."""
         if self.state is None or not new:
             return tf.constant(False)
-        variables = {name: self.state.variable(name) for name in new}
-        return tf.group(*(v.assign(tf.cast(new[name], v.dtype), read_value=False) for name, v in variables.items()))
+        assigned = []
+        for name, value in new.items():
+            variable: Any = self.state.variable(name)
+            packed = isinstance(variable, PackedVariable)
+            kept = Packed.of(value, _RESTORED, OPS) if packed else tf.cast(value, variable.dtype)
+            assigned.append(variable.assign(kept, read_value=False))
+        return tf.group(*assigned)
 
     def give_back_if(self, spoiled: tf.Tensor, payload_of: Callable[[], Payload]) -> tf.Tensor:
         """Take back what was sent, if ``spoiled``; ``payload_of`` returns it."""

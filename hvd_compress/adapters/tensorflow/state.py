@@ -9,10 +9,17 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_compress.errors import StateError
+from hvd_compress.ops.base import LARGEST
+from hvd_compress.ops.numpy import NumpyOps
+from hvd_compress.ops.tensorflow import TensorFlowOps
+from hvd_compress.packing import PACKED, Packed
 from hvd_compress.state import ParameterState
 from hvd_compress.step import RESIDUAL, Slot
 from hvd_compress.transport.horovod import in_fresh_thread
 
+_OPS = TensorFlowOps()
+# Of the noise with which the host packs what is loaded.
+_KEYS = (0, 0)
 # Seen in TensorFlow's error when a module is exported together with its training step, to which they belong.
 _HINT = "export_without_the_training_function"
 
@@ -32,6 +39,41 @@ class StepCounter:
         return int(self.variable.numpy())
 
 
+class PackedVariable:
+    """An array in 8 bits, as two variables."""
+
+    def __init__(self, start: np.ndarray, name: str, device: str) -> None:
+        packed = Packed.of(start, _KEYS, NumpyOps())
+        self._codes = make_variable(packed.codes, name, device)
+        self._scales = make_variable(packed.scales, f"{name}_scales", device)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the array that it stands for."""
+        return tuple(self._codes.shape)
+
+    def read_value(self) -> tf.Tensor:
+        """Return the numbers."""
+        return Packed(self._codes.read_value(), self._scales.read_value(), _KEYS, _OPS).unpack()
+
+    def numpy(self) -> np.ndarray:
+        """Return the numbers on the host."""
+        numbers: np.ndarray = Packed(self._codes.numpy(), self._scales.numpy(), _KEYS, NumpyOps()).unpack()
+        return numbers
+
+    def assign(self, value: Packed, read_value: bool = True) -> Any:
+        """Replace them; returns an operation."""
+        scales = tf.cast(value.scales, self._scales.dtype)
+        pairs = ((self._codes, value.codes), (self._scales, scales))
+        return tf.group(*(variable.assign(x, read_value=read_value) for variable, x in pairs))
+
+
+def _on_host(variable: tf.Variable | PackedVariable) -> np.ndarray:
+    x: np.ndarray = variable.numpy()
+    # NumPy has no bfloat16 of its own.
+    return x.astype(np.float32) if x.dtype.itemsize == 2 else x
+
+
 class VariableState(ParameterState):
     """What is remembered of a parameter, in a ``tf.Variable`` each, made when a graph first needs them.
 
@@ -39,7 +81,7 @@ class VariableState(ParameterState):
     """
 
     def __init__(self, name: str) -> None:
-        self._variables: dict[str, tf.Variable] = {}
+        self._variables: dict[str, tf.Variable | PackedVariable] = {}
         self._loaded: dict[str, np.ndarray] = {}
         super().__init__(name)
 
@@ -68,22 +110,24 @@ class VariableState(ParameterState):
             self._set(name, value)
 
     def _values(self) -> dict[str, np.ndarray]:
-        kept = {name: variable.numpy() for name, variable in self._variables.items()}
-        # NumPy has no bfloat16 of its own.
-        kept = {name: x.astype(np.float32) if x.dtype.itemsize == 2 else x for name, x in kept.items()}
+        kept = {name: _on_host(variable) for name, variable in self._variables.items()}
         return {**self._loaded, **kept}
 
     def _set(self, name: str, value: Any) -> None:
         value = None if value is None else np.asarray(value)
         variable = self._variables.get(name)
-        if variable is not None:
-            variable.assign(tf.cast(np.zeros(variable.shape) if value is None else value, variable.dtype))
+        if isinstance(variable, PackedVariable):
+            variable.assign(Packed.of(np.zeros(variable.shape) if value is None else value, _KEYS, NumpyOps()))
+        elif variable is not None:
+            limit = LARGEST[variable.dtype.name]
+            given = np.zeros(variable.shape) if value is None else value.clip(-limit, limit)
+            variable.assign(tf.cast(given, variable.dtype))
         elif value is None:
             self._loaded.pop(name, None)
         else:
             self._loaded[name] = value
 
-    def variable(self, name: str) -> tf.Variable:
+    def variable(self, name: str) -> tf.Variable | PackedVariable:
         """Return a variable for which :meth:`materialise` was called."""
         return self._variables[name]
 
@@ -104,7 +148,10 @@ class VariableState(ParameterState):
                     f"expected {slot.count} elements in the {slot.name} of {self.name!r}, got {start.shape[0]}: "
                     "the loaded state is of another model"
                 )
-            self._variables[slot.name] = make_variable(start, slot.name, device, slot.dtype)
+            if slot.dtype == PACKED:
+                self._variables[slot.name] = PackedVariable(start, slot.name, device)
+            else:
+                self._variables[slot.name] = make_variable(start, slot.name, device, slot.dtype)
             self._loaded.pop(slot.name, None)
             if slot.common:
                 self.common.add(slot.name)

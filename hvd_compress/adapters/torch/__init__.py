@@ -18,6 +18,7 @@ from hvd_compress.adapters.torch.reduced import (
     decompress_reduced,
     with_momentum,
 )
+from hvd_compress.adapters.torch.rounds import Agreed, collect_agreed, submit_for_rounds
 from hvd_compress.adapters.torch.target import Target, find_target
 from hvd_compress.base import Collective, Compressor
 from hvd_compress.errors import UnsupportedError
@@ -43,7 +44,7 @@ class Queued:
     algorithm: Compressor
 
 
-Context = Dense | Frozen | Queued | Reduced | Selected
+Context = Agreed | Dense | Frozen | Queued | Reduced | Selected
 
 
 def compress(compressor: Compressor, tensor: torch.Tensor) -> tuple[torch.Tensor, Context]:
@@ -52,7 +53,7 @@ def compress(compressor: Compressor, tensor: torch.Tensor) -> tuple[torch.Tensor
     algorithm = chosen.at(0 if target.state is None else target.state.steps)
     if not algorithm.compresses(target.spec):
         return compress_dense(target, algorithm, tensor)
-    if algorithm.collective is Collective.ALLREDUCE:
+    if algorithm.collective is Collective.ALLREDUCE and not algorithm.two_rounds:
         return compress_reduced(target, algorithm, tensor)
     token = target.token(tensor)
     if target.frozen:
@@ -61,7 +62,9 @@ def compress(compressor: Compressor, tensor: torch.Tensor) -> tuple[torch.Tensor
         return token, Frozen(target.exchange, tensor.shape, tensor.dtype, tensor.device)
     if algorithm.selects_over_model and target.owned:
         return token, submit_for_selection(target, algorithm, tensor, token.nbytes)
-    item = encode(algorithm, tensor, target.spec, target.name, target.state, target.place)
+    if algorithm.two_rounds:
+        return token, submit_for_rounds(target, algorithm, tensor, token.nbytes)
+    item = encode(algorithm, tensor, target.spec, target.name, target.state, target.place, target.number)
     if is_variable(item.sections):
         item.counted = lambda nbytes: target.count(nbytes + token.nbytes)
     else:
@@ -89,10 +92,13 @@ def decompress(compressor: Compressor, tensor: torch.Tensor, ctx: Context) -> to
         )
     if isinstance(ctx, Selected):
         total, ranks = collect_selected(ctx)
+    elif isinstance(ctx, Agreed):
+        total, ranks = collect_agreed(ctx)
     else:
         gathered = target.exchange.collect(target.name, target.slot)
         total, ranks = ctx.algorithm.combine(gathered.arrays, target.spec, OPS), gathered.ranks
-    total = release(ctx.algorithm, total, target.state, target.spec, target.exchange.void)
+    void = target.exchange.void or (isinstance(ctx, Agreed) and not ctx.finite)
+    total = release(ctx.algorithm, total, target.state, target.spec, void)
     # The token was 1.0 and has been scaled and reduced as the gradient would have been: it is
     # 1 after Average and the number of ranks after Sum.
     if tensor.device == total.device and tensor.device.type != "cpu":

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from hvd_compress.adapters.common import logger, without_feedback
@@ -15,6 +16,7 @@ from hvd_compress.codec import encode_step, give_back, slots_of
 from hvd_compress.errors import StateError
 from hvd_compress.exchange import Item, nothing
 from hvd_compress.ops.torch import TorchOps
+from hvd_compress.packing import packed_like, unpacked
 from hvd_compress.state import ParameterState
 from hvd_compress.step import Payload, Step, TensorSpec
 
@@ -29,9 +31,10 @@ def encode(
     name: str,
     state: ParameterState | None,
     place: tuple[int, int] = (0, 1),
+    unnamed: int = 0,
 ) -> Item:
-    """Compress one tensor and update what is remembered of it."""
-    payload, give_back = compressed(algorithm, tensor, spec, name, state, place)
+    """Compress one tensor and update what is remembered of it; ``unnamed`` numbers calls without a name."""
+    payload, give_back = compressed(algorithm, tensor, spec, name, state, place, unnamed)
     return Item(name, spec.shape, spec.dtype, algorithm.sections(spec), payload.arrays, payload.finite, give_back)
 
 
@@ -42,11 +45,12 @@ def compressed(
     name: str,
     state: ParameterState | None,
     place: tuple[int, int],
+    unnamed: int,
 ) -> tuple[Payload, Callable[[], None]]:
     """Return the payload, and what gives back what it has taken out of what is remembered."""
     if state is None:
         # A direct call without a name has no place to remember anything.
-        algorithm, memory, number = without_feedback(algorithm), {}, 0
+        algorithm, memory, number = without_feedback(algorithm), {}, unnamed
     else:
         memory, number = fitting(state, algorithm, tensor, spec), state.steps
     step = Step(name, number, *place, memory)
@@ -81,7 +85,7 @@ def fitting(
     memory: dict[str, Any] = state.memory()
     for name, kept in memory.items():
         # A checkpoint that TensorFlow has written has NumPy arrays.
-        x = kept if isinstance(kept, torch.Tensor) else torch.from_numpy(kept)
+        x = torch.from_numpy(kept) if isinstance(kept, np.ndarray) else unpacked(kept, spec.accumulator, OPS)
         memory[name] = OPS.astype(OPS.move_like(x, tensor), spec.accumulator)
     for slot in () if algorithm.feedback is None else algorithm.feedback.slots(spec):
         have = memory.get(slot.name)
@@ -118,7 +122,6 @@ class GiveBack:
         if state is None or not memory or not bool(self.payload.finite):
             return
         # The model may have been converted meanwhile.
-        kept = {name: OPS.dtype(x) for name, x in memory.items()}
-        exact = {name: OPS.astype(x, self.spec.accumulator) for name, x in memory.items()}
+        exact = {name: unpacked(x, self.spec.accumulator, OPS) for name, x in memory.items()}
         restored = give_back(self.algorithm, exact, self.payload, self.spec, OPS)
-        state.store({name: OPS.astype(x, kept[name]) for name, x in restored.items()})
+        state.store({name: packed_like(x, memory[name], OPS) for name, x in restored.items()})

@@ -80,7 +80,7 @@ def compress_reduced(target: Target, algorithm: Compressor, tensor: torch.Tensor
         if target.frozen:
             # All ranks must send as much as for any other.
             tensor, state = torch.zeros_like(tensor), None
-        payload, give_back = compressed(algorithm, tensor, spec, name, state, target.place)
+        payload, give_back = compressed(algorithm, tensor, spec, name, state, target.place, target.number)
         (array,) = payload.arrays
         # Other ranks must hear of NaN even if it was not among what is sent.  Horovod reduces in place.
         sent = torch.where(payload.finite, array, torch.full_like(array, float("nan"))).contiguous()

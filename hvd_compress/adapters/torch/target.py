@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hvd_compress.adapters.callsite import Call, closure_of_step, find_torch_call
 from hvd_compress.adapters.common import (
+    check_fits,
     checked_spec,
     count,
     logger,
@@ -75,6 +77,12 @@ class Target:
         return self.call.process_set.rank(), self.call.process_set.size()
 
     @property
+    def number(self) -> int:
+        """The number of a call without a name, so that each draws other random numbers."""
+        named = self.call.parameter is not None or self.call.name is not None
+        return 0 if named else self.exchange.next_unnamed()
+
+    @property
     def frozen(self) -> bool:
         """Whether the parameter is no longer trained; Horovod still submits a zero gradient for it."""
         return self.call.parameter is not None and not self.call.parameter.requires_grad
@@ -106,6 +114,8 @@ def find_target(compressor: Compressor, tensor: torch.Tensor) -> tuple[Target, C
         call = replace(call, positions=call.positions[1:])
     chosen = compressor.choose(call.name, spec)
     state = _state(compressor, call, scope) if chosen.remembers(spec) else None
+    if state is not None:
+        check_fits(chosen, state, spec)
     return Target(compressor, call, spec, scope, exchange, state), chosen
 
 
@@ -163,7 +173,6 @@ def _exchange(compressor: Compressor, scope: Scope, call: Call) -> Exchange:
         name = min(call.owner._parameter_names.values()) if call.owner is not None else _name(call)
 
         def connect() -> Transport:
-            runtime.check_all_restored_used(scope)
             label = f"hvd_compress.{runtime.next_exchange(f'{key}.{name}')}"
             return open_transport(compressor.transport, process_set, label)
 
@@ -177,6 +186,7 @@ def _exchange(compressor: Compressor, scope: Scope, call: Call) -> Exchange:
             lambda bad: report_nonfinite(compressor, bad),
             watch_dense=compressor.on_nonfinite == "raise" and call.owner is not None,
             declaration=declaration,
+            on_start=functools.partial(runtime.check_all_restored_used, scope),
         )
         if declaration is not None:
             declaration.meet(MEETING_S)

@@ -55,7 +55,8 @@ def test_method(world, method):
 
 def test_state_is_saved_and_loaded(world):
     """Training goes on after a restart as if nothing had happened, whatever is remembered."""
-    for method in ("dgc", "powersgd", "topk-ef21", "signum", "switch", "randomk-block"):
+    kinds = ("dgc", "powersgd", "powersgd-two", "topk-ef21", "signum", "switch", "randomk-block", "topk-int8-residual")
+    for method in kinds:
         runs = []
         for interrupted in (False, True):
             model, compression = Net(), METHODS[method]()
@@ -76,7 +77,19 @@ def test_state_is_saved_and_loaded(world):
         assert torch.equal(*runs), method
 
 
-@pytest.mark.parametrize("method", ["randomk-block", "powersgd", "dgc", "fp16-feedback", "topk-ef21", "threshold"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "randomk-block",
+        "powersgd",
+        "powersgd-two",
+        "dgc",
+        "fp16-feedback",
+        "topk-ef21",
+        "threshold",
+        "topk-int8-residual",
+    ],
+)
 def test_a_step_with_nan_on_one_rank_leaves_no_trace(world, method):
     """The result is NaN on all ranks, and what is remembered is as if the step had not been sent."""
     model, compression = Net(), METHODS[method]()
@@ -157,7 +170,8 @@ OPTIONS = {
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(
-    "method", ["fp16", "randomk-block", "powersgd", "powersgd-fp16", "signsgd", "threshold", "topk-ef21"]
+    "method",
+    ["fp16", "randomk-block", "powersgd", "powersgd-fp16", "powersgd-two", "signsgd", "threshold", "topk-ef21"],
 )
 def test_options_of_horovod(world, method, options):
     """Op, scaling and groups mean what they mean without compression."""
@@ -191,6 +205,8 @@ def test_dtypes(world, dtype):
         "natural",
         "onebit",
         "powersgd",
+        "powersgd-two",
+        "topk-int8-residual",
     ]:
         model = Net().to(dtype)
         opt = optimizer(model, METHODS[method]() if method != "bf16" else hc.BF16())
@@ -204,7 +220,7 @@ def test_dtypes(world, dtype):
 
 
 def test_a_layer_is_frozen_and_trained_again(world):
-    for method in ["powersgd", "topk-ef21", "fp16-feedback"]:
+    for method in ["powersgd", "powersgd-two", "topk-ef21", "fp16-feedback"]:
         model = Net()
         opt = optimizer(model, METHODS[method]())
         for step in range(6):

@@ -152,3 +152,129 @@ def test_a_state_of_another_size_is_refused_whatever_it_holds(world, feedback):
         hc.StateError, match=r"expected 2600 elements in the .* got 2560: the loaded state is of another"
     ):
         step(world, parameters, opt, 1)
+
+
+FEEDBACKS = {
+    "momentum": (hc.MomentumCorrection(), hc.ErrorFeedback(), r"expected residual, got momentum"),
+    "estimate": (hc.EF21(), hc.ErrorFeedback(), r"expected residual, got estimate and estimates"),
+    "residual": (hc.ErrorFeedback(), hc.EF21(), r"expected estimate and estimates, got residual"),
+    "none": (hc.ErrorFeedback(), None, r"expected nothing to be remembered, got residual"),
+}
+
+
+@pytest.mark.parametrize("what", FEEDBACKS)
+def test_a_state_of_another_feedback_is_refused(world, what):
+    before, after, message = FEEDBACKS[what]
+    compression = hc.TopK(0.1, feedback=before)
+    step(world, *made(compression), 0)
+    fresh = hc.TopK(0.1, feedback=after)
+    fresh.load_state_dict(compression.state_dict())
+    with pytest.raises(hc.StateError, match=message):
+        step(world, *made(fresh), 1)
+
+
+def test_a_state_of_another_model_is_refused_where_nothing_is_gathered(world):
+    compression = hc.PowerSGD(2)
+    step(world, *made(compression, sizes=((40, 64), (64, 64))), 0)
+    fresh = hc.PowerSGD(2)
+    fresh.load_state_dict(compression.state_dict())
+    with pytest.raises(hc.StateError, match=r"the loaded state has parameters that this optimizer has not.*p1"):
+        step(world, *made(fresh), 1)
+
+
+def test_a_policy_from_some_step_on(world):
+    switch = hc.Switch({0: hc.NoCompression(), 2: hc.Policy({"p0": hc.PowerSGD(2)}, default=hc.TopK(0.1))})
+    parameters, opt = made(switch, sizes=((40, 64), (64, 64)))
+    sent = []
+    for number in range(4):
+        step(world, parameters, opt, number)
+        sent.append(switch.stats()["bytes_sent"] - sum(sent))
+    assert sent[0] == sent[1] and sent[2] < sent[0] / 4
+    world.same_everywhere(parameters)
+
+
+def test_unnamed_calls_draw_anew(world):
+    """Each call would otherwise send the same elements, or round the same way."""
+    positions = hc.RandomK(0.1)
+    x = torch.ones(40, 50)
+    drawn = [hvd.allreduce(x, compression=positions) for _ in range(2)]
+    for one in drawn:
+        world.same_everywhere([one])
+    assert not torch.equal(*drawn)
+    noise = hc.QSGD(2)
+    x = torch.linspace(0, 1, 2000).reshape(40, 50)
+    assert not torch.equal(*(hvd.allreduce(x, compression=noise) for _ in range(2)))
+
+
+@pytest.mark.parametrize("make", [hc.OneBit, hc.VectorQuantizer, lambda: hc.PowerSGD(2), lambda: hc.SVD(2)])
+def test_sums_that_overflow_are_not_remembered(world, make):
+    compression = make()
+    parameters, opt = made(compression)
+    opt.zero_grad()
+    (parameters[0] * (3e38 if world.rank == 0 else 1.0)).sum().backward()
+    opt.synchronize()
+    finite = bool(parameters[0].grad.isfinite().all())
+    assert world.all_agree(finite) or world.all_agree(not finite)
+    for entry in compression.state_dict()["parameters"].values():
+        assert bool(entry["residual"].isfinite().all())
+
+
+def test_residuals_of_half_precision_stay_finite_when_they_are_rescaled(world):
+    compression = hc.TopK(0.1, feedback=hc.ErrorFeedback(dtype="float16"))
+    step(world, *made(compression), 0)
+    for _ in range(20):
+        compression.rescale_residuals(2.0)
+    (residual,) = [entry["residual"] for entry in compression.state_dict()["parameters"].values()]
+    assert residual.abs().max().item() == 65504 and bool(residual.isfinite().all())
+
+
+def test_two_rounds_take_two_allreduces_of_all_tensors_together(world):
+    """However many tensors there are, and beside what is gathered."""
+    compression = hc.Policy({"p2": hc.TopK(0.1)}, default=hc.PowerSGD(2, alternating=False))
+    parameters, opt = made(compression, sizes=((40, 64), (40, 64), (64, 64), (30, 50, 2)))
+    names = []
+    asynchronous = hvd.allreduce_async
+
+    def counting(tensor, **arguments):
+        names.append(arguments["name"])
+        return asynchronous(tensor, **arguments)
+
+    hvd.allreduce_async = counting
+    try:
+        for number in range(3):
+            step(world, parameters, opt, number, apply=number != 1, spoil=2 if number == 1 else None)
+    finally:
+        hvd.allreduce_async = asynchronous
+    assert len(names) == 6
+    world.same_everywhere(parameters)
+    factor = 2 * (40 + 64)
+    assert compression.stats()["parameters"]["p0"]["bytes_sent"] == 3 * (4 * factor + 4)
+
+
+def test_two_rounds_in_direct_calls(world):
+    compression = hc.PowerSGD(2, alternating=False)
+    x = torch.outer(torch.arange(40.0), torch.ones(50)) * (world.rank + 1)
+    mean = torch.outer(torch.arange(40.0), torch.ones(50)) * (world.size + 1) / 2
+    for name in ("x", None):
+        got = hvd.allreduce(x, name=name, compression=compression)
+        assert torch.allclose(got, mean, atol=1e-3)
+    got = hvd.grouped_allreduce([x, 2 * x], name="g", compression=compression, op=hvd.Sum)
+    assert torch.allclose(got[1], 2 * mean * world.size, atol=1e-2)
+
+
+def test_residuals_of_8_bits_take_a_quarter_of_the_memory(world):
+    compression = hc.TopK(0.1, feedback=hc.ErrorFeedback(dtype="int8"))
+    parameters, opt = made(compression)
+    for number in range(3):
+        step(world, parameters, opt, number)
+    (state,) = compression.runtime.states().values()
+    kept = state.memory()["residual"]
+    assert kept.codes.dtype == torch.uint8 and kept.codes.nbytes + kept.scales.nbytes <= 1.02 * parameters[0].numel()
+    # Checkpoints hold plain numbers.
+    saved = compression.state_dict()["parameters"]["optimizer0/p0"]["residual"]
+    assert saved.dtype == torch.float32 and torch.equal(saved, kept.unpack())
+    compression.rescale_residuals(2.0)
+    assert torch.equal(compression.state_dict()["parameters"]["optimizer0/p0"]["residual"], 2 * saved)
+    fresh = hc.TopK(0.1, feedback=hc.ErrorFeedback(dtype="int8"))
+    fresh.load_state_dict(compression.state_dict())
+    assert torch.equal(fresh.state_dict()["parameters"]["optimizer0/p0"]["residual"], 2 * saved)

@@ -25,6 +25,8 @@ CHOSEN = [
     "vector-unbiased",
     "powersgd",
     "powersgd-fp16",
+    "powersgd-two",
+    "topk-int8-residual",
 ]
 
 
