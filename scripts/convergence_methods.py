@@ -74,6 +74,7 @@ METHODS: dict[str, Method] = {
         lambda: hc.TopK(0.01, feedback=hc.ErrorFeedback(0.9)), why="a residual that fades is partly lost"
     ),
     "TopK(0.01, bf16 residual)": _method(lambda: hc.TopK(0.01, feedback=hc.ErrorFeedback(dtype="bfloat16")), why=_SLOW),
+    "TopK(0.01, int8 residual)": _method(lambda: hc.TopK(0.01, feedback=hc.ErrorFeedback(dtype="int8")), why=_SLOW),
     "TopK(0.01, EF21)": _method(
         lambda: hc.TopK(0.01, feedback=hc.EF21()),
         why="the estimate follows gradients that are noisy from step to step only slowly",
@@ -103,6 +104,7 @@ METHODS: dict[str, Method] = {
         lambda momentum, steps: hc.DGC(0.01, momentum=momentum, nesterov=True, warmup_steps=steps // 4), {}, why=_SLOW
     ),
     "PowerSGD(1)": _method(lambda: hc.PowerSGD(1), why=_SLOW),
+    "PowerSGD(4, two rounds)": _method(lambda: hc.PowerSGD(4, alternating=False), why=_SLOW),
     "PowerSGD(4, FP16)": _method(lambda: hc.PowerSGD(4, factors=hc.FP16()), why=_SLOW),
     "PowerSGD(4) after 10 %": Method(
         lambda momentum, steps: hc.Switch({0: hc.NoCompression(), steps // 10: hc.PowerSGD(4)}), {}, why=_SLOW

@@ -17,7 +17,7 @@ PACKAGE = "hvd_compress"
 LEVELS = [
     {"errors", "version", "identity", "naming", "settings"},
     {"ops", "wire"},
-    {"transport", "step", "schedule", "policy", "telemetry"},
+    {"transport", "step", "schedule", "policy", "telemetry", "packing"},
     {"layout", "feedback", "checkpoint", "description"},
     {"exchange"},
     {"state"},
