@@ -73,6 +73,7 @@ class Exchange:
         declaration: a comparison between ranks that is under way; looked at in passing, and
             waited for before the first exchange.
         on_start: called in the first step, once all tensors are there; may raise.
+        direct: compare the settings at the first call even if nothing is sent.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Exchange:
         watch_dense: bool = False,
         declaration: Declaration | None = None,
         on_start: Callable[[], None] | None = None,
+        direct: bool = False,
     ) -> None:
         self._connect = connect
         self._ops = ops
@@ -93,6 +95,7 @@ class Exchange:
         self._on_nonfinite = on_nonfinite
         self._watch_dense = watch_dense
         self._declaration = declaration
+        self._direct = direct
         self._on_start = on_start or nothing
         self._started = False
         self._transport: Transport | None = None
@@ -224,6 +227,11 @@ class Exchange:
                 self._started = True
             items = self._join(items)
             if not (expected or self._watch_dense or any(item.sections for item in items)):
+                if self._direct and self._transport is None:
+                    # Of calls of what Horovod adds up this is all that is ever compared.
+                    self._transport = self._connect()
+                    sent = check_agreement(self._transport, Layout.of(self._settings, ()), "the first call")
+                    self._telemetry.handshake_bytes += sent
                 self._sent, self._uncollected = items, {item.name: item for item in items}
                 return
             gathered, finite, bad = self._exchange(items, slot)

@@ -86,6 +86,8 @@ def compress_reduced(target: Target, algorithm: Compressor, tensor: torch.Tensor
         sent = torch.where(payload.finite, array, torch.full_like(array, float("nan"))).contiguous()
     if target.owned:
         target.exchange.submit(Item(name, spec.shape, spec.dtype, (), (), payload.finite, give_back))
+    else:
+        target.exchange.begin()
     target.count(sent.nbytes)
     return sent, Reduced(target.exchange, name, spec, algorithm, state, payload.common, give_back)
 

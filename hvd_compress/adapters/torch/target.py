@@ -187,6 +187,7 @@ def _exchange(compressor: Compressor, scope: Scope, call: Call) -> Exchange:
             watch_dense=compressor.on_nonfinite == "raise" and call.owner is not None,
             declaration=declaration,
             on_start=functools.partial(runtime.check_all_restored_used, scope),
+            direct=call.owner is None,
         )
         if declaration is not None:
             declaration.meet(MEETING_S)

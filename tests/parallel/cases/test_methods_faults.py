@@ -71,6 +71,16 @@ def test_settings_are_compared_where_nothing_is_gathered(world, late):
         step(world, parameters, opt, 0)
 
 
+def test_settings_of_direct_calls_are_compared_where_nothing_is_gathered(world):
+    compression, x = hc.RandomK(0.1, seed=world.rank), torch.ones(40, 50)
+    with pytest.raises(hc.HandshakeError, match=r"RandomK\.seed is 0 on rank 0 and 1 on rank 1"):
+        hvd.allreduce(x, name="x", compression=compression)
+    compression = hc.RandomK(0.1)
+    for _ in range(2):
+        hvd.allreduce(x, name="x", compression=compression)
+    assert compression.stats()["handshake_bytes"] == 8
+
+
 @pytest.mark.parametrize("make", [lambda f: hc.PowerSGD(2, feedback=f), lambda f: hc.TopK(0.1, feedback=f)])
 def test_ef21_after_nan_in_one_of_two_tensors(world, make):
     """The estimates' sum stays the sum of the estimates."""

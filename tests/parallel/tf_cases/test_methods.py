@@ -97,8 +97,9 @@ def test_a_state_goes_on_in_a_new_process(world, method):
     assert np.array_equal(*ends)
 
 
-def test_a_nan_on_one_rank_is_forgotten_by_powersgd(world):
-    variables, compression = made(), METHODS["powersgd"]()
+@pytest.mark.parametrize("method", ["powersgd", "powersgd-two"])
+def test_a_nan_on_one_rank_is_forgotten_by_powersgd(world, method):
+    variables, compression = made(), METHODS[method]()
     gradients = gradients_of(world)
     train(world, variables, compression, range(3), gradients)
     before, values = compression.state_dict()["parameters"]["tape/first:0"], variables["first"].numpy()
