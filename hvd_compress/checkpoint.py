@@ -14,7 +14,7 @@ from hvd_compress.step import RESIDUAL
 
 FORMAT = "hvd_compress.state"
 VERSION = 1
-# Slots that are sums over all ranks: EF21's.
+# Slots that are sums over all ranks, but where Horovod has averaged them: EF21's.
 _SUMS = ("estimates",)
 
 
@@ -127,8 +127,11 @@ def redistribute(states: list[dict[str, Any]], rank: int, size: int) -> dict[str
             merged["memory"] = {name: x for name, x in memory.items() if x is not None}
         if "common" in entries[0]:
             # A sum over ranks must stay the sum of what each of them has now; averages stay as they are.
-            common = entries[0]["common"].items()
-            merged["common"] = {name: x * scale if name in _SUMS else x for name, x in common}
+            averages = entries[0].get("averages", ())
+            sums = set(_SUMS).difference(averages)
+            merged["common"] = {name: x * scale if name in sums else x for name, x in entries[0]["common"].items()}
+            if averages:
+                merged["averages"] = list(averages)
         parameters[key] = copied(merged)
     return parameters
 

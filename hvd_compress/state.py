@@ -34,6 +34,7 @@ class ParameterState:
         restored: the state was loaded and has not been used yet.
         slots: what else is remembered, by name.
         common: the names of those slots that are the same on all ranks.
+        averages: the names of those that Horovod has averaged, and not added up.
     """
 
     name: str
@@ -42,6 +43,7 @@ class ParameterState:
     restored: bool = False
     slots: dict[str, Array] = field(default_factory=dict)
     common: set[str] = field(default_factory=set)
+    averages: set[str] = field(default_factory=set)
 
     def memory(self) -> dict[str, Array]:
         """Return all that is remembered, by name."""
@@ -57,13 +59,15 @@ class ParameterState:
 
     def as_dict(self) -> dict[str, Any]:
         """Return copies of everything, as a ``state_dict`` holds it."""
-        return copied({"residual": self.residual, "steps": self.steps, **by_kind(self.slots, self.common)})
+        entry = {"residual": self.residual, "steps": self.steps, **by_kind(self.slots, self.common)}
+        return copied({**entry, "averages": sorted(self.averages)} if self.averages else entry)
 
     def load(self, entry: dict[str, Any]) -> None:
         """Take over what :meth:`as_dict` returned."""
         self.residual, self.steps, self.restored = entry["residual"], entry["steps"], True
         self.slots = {**entry.get("memory", {}), **entry.get("common", {})}
         self.common = set(entry.get("common", {}))
+        self.averages = set(entry.get("averages", ()))
 
 
 class Scope:

@@ -9,6 +9,7 @@ from typing import Any
 from hvd_compress.base import Compressor
 from hvd_compress.codec import known_slots
 from hvd_compress.errors import NonFiniteGradientError, StateError, UnsupportedError
+from hvd_compress.feedback import EF21
 from hvd_compress.ops.base import ACCUMULATOR, ITEMSIZE
 from hvd_compress.state import ParameterState, Scope
 from hvd_compress.step import TensorSpec
@@ -98,6 +99,12 @@ def check_fits(chosen: Compressor, state: ParameterState, spec: TensorSpec) -> N
                 f"the loaded state of {state.name!r} was saved with another feedback: expected "
                 f"{' and '.join(sorted(expected)) or 'nothing to be remembered'}, got {' and '.join(unknown)}"
             )
+
+
+def note_average(state: ParameterState | None, algorithm: Compressor, averaged: bool) -> None:
+    """Note of what Horovod itself reduces whether EF21 is going to add up sums or averages."""
+    if state is not None:
+        state.averages = {"estimates"} if averaged and isinstance(algorithm.feedback, EF21) else set()
 
 
 def warn_of_two_momenta(compressor: Compressor, found: str | None) -> None:

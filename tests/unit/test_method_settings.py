@@ -53,8 +53,10 @@ def test_a_schedule_that_is_a_function_keeps_one_compressor_at_a_time():
     assert len(compressor.derived("at last", dict)) == 1
 
 
+@pytest.mark.parametrize("averages", [[], ["estimates"]])
 @pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 4), (3, 3), (3, 5)])
-def test_the_sum_of_estimates_stays_their_sum_on_other_ranks(old, new):
+def test_the_sum_of_estimates_stays_their_sum_on_other_ranks(old, new, averages):
+    """Or their average, where Horovod has averaged what was sent."""
     estimates = np.random.default_rng(0).standard_normal((old, 6))
     states = [
         {
@@ -67,7 +69,8 @@ def test_the_sum_of_estimates_stays_their_sum_on_other_ranks(old, new):
                     "residual": None,
                     "steps": 3,
                     "memory": {"estimate": estimates[rank]},
-                    "common": {"estimates": estimates.sum(axis=0)},
+                    "common": {"estimates": estimates.mean(axis=0) if averages else estimates.sum(axis=0)},
+                    "averages": averages,
                 }
             },
         }
@@ -76,5 +79,6 @@ def test_the_sum_of_estimates_stays_their_sum_on_other_ranks(old, new):
     shared = [redistribute(states, rank, new)["optimizer0/w"] for rank in range(new)]
     total = sum(entry.get("memory", {}).get("estimate", 0) for entry in shared)
     for entry in shared:
-        np.testing.assert_allclose(entry["common"]["estimates"], total)
+        np.testing.assert_allclose(entry["common"]["estimates"], total / new if averages else total)
+        assert entry.get("averages", []) == averages
     np.testing.assert_allclose(total / new, estimates.mean(axis=0))

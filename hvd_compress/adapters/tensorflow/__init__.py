@@ -17,7 +17,14 @@ import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
 from hvd_compress.adapters.callsite import find_tensorflow_call
-from hvd_compress.adapters.common import check_fits, checked_spec, shown_name, warn_unnamed, without_feedback
+from hvd_compress.adapters.common import (
+    check_fits,
+    checked_spec,
+    note_average,
+    shown_name,
+    warn_unnamed,
+    without_feedback,
+)
 from hvd_compress.adapters.tensorflow.encoding import OPS, Encoder
 from hvd_compress.adapters.tensorflow.message import Message
 from hvd_compress.adapters.tensorflow.state import StepCounter, VariableState, after
@@ -106,6 +113,7 @@ def compress(compressor: Compressor, tensor: tf.Tensor) -> tuple[tf.Tensor, Any]
         if encoder.first.two_rounds:
             return _compress_prepared(compressor, tensor, target, encoder, device)
         if encoder.first.collective is Collective.ALLREDUCE:
+            note_average(state, encoder.first, call.op == hvd.Average)
             return _compress_reduced(compressor, tensor, target, encoder, device)
         return _compress_gathered(compressor, tensor, target, encoder, device)
 

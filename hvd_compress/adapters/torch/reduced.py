@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hvd_compress.adapters.common import note_average
 from hvd_compress.adapters.torch.encoding import OPS, compressed, fitting, release
 from hvd_compress.adapters.torch.target import Target
 from hvd_compress.base import Compressor
@@ -76,6 +77,7 @@ def with_momentum(tensor: torch.Tensor, ctx: Dense) -> torch.Tensor:
 def compress_reduced(target: Target, algorithm: Compressor, tensor: torch.Tensor) -> tuple[torch.Tensor, Reduced]:
     """Compress to a payload that Horovod adds up itself."""
     spec, name, state = target.spec, target.name, target.state
+    note_average(state, algorithm, target.averaged)
     with torch.no_grad():
         if target.frozen:
             # All ranks must send as much as for any other.

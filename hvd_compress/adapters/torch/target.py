@@ -83,6 +83,11 @@ class Target:
         return 0 if named else self.exchange.next_unnamed()
 
     @property
+    def averaged(self) -> bool:
+        """Whether Horovod divides the sum by the number of ranks."""
+        return bool(self.call.op == importlib.import_module("horovod.torch").Average)
+
+    @property
     def frozen(self) -> bool:
         """Whether the parameter is no longer trained; Horovod still submits a zero gradient for it."""
         return self.call.parameter is not None and not self.call.parameter.requires_grad
