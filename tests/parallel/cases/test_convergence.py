@@ -18,10 +18,15 @@ from convergence_ranks import SimulatedRanks
 GATHERED = {
     "topk": lambda: hc.TopK(0.02),
     "dgc": lambda: hc.DGC(0.02, momentum=0.9, warmup_steps=4),
-    **{name: METHODS[name] for name in ("qsgd", "topk-int8", "onebit", "signsgd", "threshold", "topk-ef21", "vector")},
+    **{
+        name: METHODS[name]
+        for name in ("qsgd", "topk-int8", "onebit", "signsgd", "threshold", "topk-ef21", "topk-int8-residual")
+    },
 }
 # Horovod's allreduce adds these up, in an order of its own; with two ranks there is only one order.
-REDUCED = {name: METHODS[name] for name in ("powersgd", "powersgd-fp16", "randomk", "coordinated", "fp16")}
+REDUCED = {
+    name: METHODS[name] for name in ("powersgd", "powersgd-two", "powersgd-two-fp16", "randomk", "coordinated", "fp16")
+}
 TENSORS = {"wide": (40, 64), "deep": (64, 3, 5, 2), "bias": (64,)}
 
 
