@@ -17,7 +17,9 @@ from hvd_compress.step import FIRST, Payload, Step, TensorSpec
 class Switch(Compressor):
     """Change the compressor during training, as in ``Switch({0: NoCompression(), 1000: PowerSGD(4)})``.
 
-    Residuals are carried over from one compressor to the next where both keep any.
+    Residuals are carried over from one compressor to the next where both keep any.  Under
+    TensorFlow a graph has a branch for each of them, and what they remember under one name must
+    be of one size.
 
     Args:
         compressors: ``{first step: compressor}``, with one for step 0.

@@ -63,20 +63,28 @@ def host_value(
 
 
 class Encoder:
-    """One tensor's compressor, with its stages, and what it remembers.
+    """One tensor's compressor, with its stages, and what it remembers; ``first`` is the step it begins with.
 
     Raises:
         UnsupportedError: the stages are of different kinds.
     """
 
     def __init__(
-        self, chosen: Compressor, spec: TensorSpec, state: VariableState | None, key: str, place: tuple[int, int]
+        self,
+        chosen: Compressor,
+        spec: TensorSpec,
+        state: VariableState | None,
+        key: str,
+        place: tuple[int, int],
+        first: int = 0,
     ) -> None:
         self.spec = spec
         self.state = state
         self._chosen = chosen
         self._key = key
         self._place = place
+        self._first = first
+        self._started = False
         self.stages = list(chosen.stages)
         if len({type(stage) for stage in self.stages}) > 1:
             raise UnsupportedError(
@@ -100,11 +108,15 @@ class Encoder:
         return sum(2 if slot.dtype == PACKED else 1 for slot in self._slots)
 
     def start(self, gradient: tf.Tensor, device: str) -> None:
-        """Make the variables, and find out the stage of this step."""
+        """Make the variables, and find out the stage of this step, once."""
+        if self._started:
+            return
+        self._started = True
         if self.state is not None:
             self.state.materialise(self._slots, device)
         if len(self.stages) > 1:
-            self._index = host_value(self.state, gradient, self._chosen.stage, "int32", ())
+            stage_of, first = self._chosen.stage, self._first
+            self._index = host_value(self.state, gradient, lambda n: stage_of(max(n - first, 0)), "int32", ())
 
     def staged(self, function: Callable[[int, Compressor], list[tf.Tensor]]) -> list[tf.Tensor]:
         """Return what ``function(number, compressor)`` returns for the stage of this step."""
@@ -186,6 +198,18 @@ class Encoder:
             return self.staged(one)[0]
 
         return tf.cond(spoiled, restore, lambda: tf.constant(False))
+
+    def counting(self, sent: tf.Tensor) -> tf.Tensor:
+        """Return the tensor, and count a step when it is made."""
+        state = self.state
+
+        def run(_: np.ndarray) -> np.ndarray:
+            if state is not None:
+                state.steps += 1
+            return np.array(True)
+
+        with after(tf.numpy_function(run, [tf.reshape(sent, [-1])[:1]], tf.bool)):
+            return tf.identity(sent)
 
     def take_back_step_if(self, spoiled: tf.Tensor) -> tf.Tensor:
         """Count the step not at all, if ``spoiled``: what takes turns must take this one again."""

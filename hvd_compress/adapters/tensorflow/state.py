@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_compress.errors import StateError
+from hvd_compress.errors import StateError, UnsupportedError
 from hvd_compress.ops.base import LARGEST
 from hvd_compress.ops.numpy import NumpyOps
 from hvd_compress.ops.tensorflow import TensorFlowOps
@@ -74,6 +74,10 @@ def _on_host(variable: tf.Variable | PackedVariable) -> np.ndarray:
     return x.astype(np.float32) if x.dtype.itemsize == 2 else x
 
 
+def _dtype_of(variable: tf.Variable | PackedVariable) -> str:
+    return PACKED if isinstance(variable, PackedVariable) else str(variable.dtype.name)
+
+
 class VariableState(ParameterState):
     """What is remembered of a parameter, in a ``tf.Variable`` each, made when a graph first needs them.
 
@@ -136,9 +140,17 @@ class VariableState(ParameterState):
 
         Raises:
             StateError: what was loaded has another size.
+            UnsupportedError: they are there with another size or dtype.
         """
         for slot in slots:
-            if slot.name in self._variables:
+            have = self._variables.get(slot.name)
+            if have is not None:
+                if (tuple(have.shape), _dtype_of(have)) != ((slot.count,), slot.dtype):
+                    raise UnsupportedError(
+                        f"expected all compressors of a Switch to remember as much under TensorFlow, where a graph is "
+                        f"made once for all steps, got {slot.count} {slot.dtype} numbers as the {slot.name} of "
+                        f"{self.name!r} after {have.shape[0]} {_dtype_of(have)} numbers"
+                    )
                 continue
             start = self._loaded.get(slot.name)
             if start is None:

@@ -10,7 +10,7 @@ from keras_simulation import SGD
 import hvd_compress.keras as hvd
 
 
-@pytest.mark.parametrize("method", ["powersgd", "qsgd", "topk-warm-up", "dgc", "randomk-block"])
+@pytest.mark.parametrize("method", ["powersgd", "qsgd", "topk-warm-up", "dgc", "randomk-block", "switch"])
 def test_fit_topk_and_others(topk_world, method):
     world = topk_world
     model, ranks = world.model(), Ranks(METHODS[method](), world.size)

@@ -27,6 +27,7 @@ CHOSEN = [
     "powersgd-fp16",
     "powersgd-two",
     "topk-int8-residual",
+    "switch",
 ]
 
 
@@ -122,7 +123,7 @@ def test_a_nan_on_one_rank_is_forgotten_by_powersgd(world, method):
 
 
 def test_what_a_graph_cannot_do_is_refused(world):
-    switch = hc.Switch({0: hc.NoCompression(), 5: hc.TopK(0.1)})
+    switch = hc.Switch({0: hc.PowerSGD(1), 5: hc.PowerSGD(3)})
     for compression in (switch, hc.TopK(lambda step: 0.1)):
         with pytest.raises(hc.UnsupportedError, match="for all steps"):
             train(world, made(), compression, range(1), gradients_of(world))
