@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 import torch
 
+import hvd_compress as hc
+
 
 def gradients(world, step, shape=(40, 50)):
     rng = np.random.default_rng(step)
@@ -43,6 +45,30 @@ def test_unnamed_calls_have_no_residual_and_say_so(world, caplog):
         assert np.abs(got.numpy() - want).max() < 1e-5
     said = [r.message for r in caplog.records if "without name=" in r.message]
     assert len(said) == 1
+
+
+def test_unnamed_calls_draw_anew(world):
+    """Each call would otherwise send the same elements, or round the same way."""
+    positions = hc.RandomK(0.1)
+    x = torch.ones(40, 50)
+    drawn = [hvd.allreduce(x, compression=positions) for _ in range(2)]
+    for one in drawn:
+        world.same_everywhere([one])
+    assert not torch.equal(*drawn)
+    noise = hc.QSGD(2)
+    x = torch.linspace(0, 1, 2000).reshape(40, 50)
+    assert not torch.equal(*(hvd.allreduce(x, compression=noise) for _ in range(2)))
+
+
+def test_two_rounds_in_direct_calls(world):
+    compression = hc.PowerSGD(2, alternating=False)
+    x = torch.outer(torch.arange(40.0), torch.ones(50)) * (world.rank + 1)
+    mean = torch.outer(torch.arange(40.0), torch.ones(50)) * (world.size + 1) / 2
+    for name in ("x", None):
+        got = hvd.allreduce(x, name=name, compression=compression)
+        assert torch.allclose(got, mean, atol=1e-3)
+    got = hvd.grouped_allreduce([x, 2 * x], name="g", compression=compression, op=hvd.Sum)
+    assert torch.allclose(got[1], 2 * mean * world.size, atol=1e-2)
 
 
 def test_grouped(world):

@@ -204,19 +204,6 @@ def test_a_policy_from_some_step_on(world):
     world.same_everywhere(parameters)
 
 
-def test_unnamed_calls_draw_anew(world):
-    """Each call would otherwise send the same elements, or round the same way."""
-    positions = hc.RandomK(0.1)
-    x = torch.ones(40, 50)
-    drawn = [hvd.allreduce(x, compression=positions) for _ in range(2)]
-    for one in drawn:
-        world.same_everywhere([one])
-    assert not torch.equal(*drawn)
-    noise = hc.QSGD(2)
-    x = torch.linspace(0, 1, 2000).reshape(40, 50)
-    assert not torch.equal(*(hvd.allreduce(x, compression=noise) for _ in range(2)))
-
-
 @pytest.mark.parametrize("make", [hc.OneBit, hc.VectorQuantizer, lambda: hc.PowerSGD(2), lambda: hc.SVD(2)])
 def test_sums_that_overflow_are_not_remembered(world, make):
     compression = make()
@@ -260,17 +247,6 @@ def test_two_rounds_take_two_allreduces_of_all_tensors_together(world):
     world.same_everywhere(parameters)
     factor = 2 * (40 + 64)
     assert compression.stats()["parameters"]["p0"]["bytes_sent"] == 3 * (4 * factor + 4)
-
-
-def test_two_rounds_in_direct_calls(world):
-    compression = hc.PowerSGD(2, alternating=False)
-    x = torch.outer(torch.arange(40.0), torch.ones(50)) * (world.rank + 1)
-    mean = torch.outer(torch.arange(40.0), torch.ones(50)) * (world.size + 1) / 2
-    for name in ("x", None):
-        got = hvd.allreduce(x, name=name, compression=compression)
-        assert torch.allclose(got, mean, atol=1e-3)
-    got = hvd.grouped_allreduce([x, 2 * x], name="g", compression=compression, op=hvd.Sum)
-    assert torch.allclose(got[1], 2 * mean * world.size, atol=1e-2)
 
 
 def test_residuals_of_8_bits_take_a_quarter_of_the_memory(world):
