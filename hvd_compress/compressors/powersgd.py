@@ -53,7 +53,8 @@ class PowerSGD(Compressor):
         rank: of the approximation; 1, 2 and 4 are usual.
         alternating: whether steps take turns.
         min_compression_rate: matrices whose two factors are not that much smaller travel dense.
-        factors: ``FP16()`` to send factors in half precision; None sends float32.
+        factors: ``FP16()`` to send factors in half precision; None sends float32.  Under TensorFlow
+            the first of two rounds is float32 all the same, since its token must be exact.
         feedback: ``ErrorFeedback()`` by default, and needed.
         min_numel, seed, transport, on_nonfinite: see :class:`~hvd_compress.base.Compressor`.
 

@@ -15,12 +15,7 @@ import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
 from hvd_compress.adapters.callsite import find_tensorflow_call
-from hvd_compress.adapters.common import (
-    check_fits,
-    checked_spec,
-    warn_unnamed,
-    without_feedback,
-)
+from hvd_compress.adapters.common import check_fits, checked_spec, warn_unnamed, without_feedback
 from hvd_compress.adapters.tensorflow.encoding import OPS, Encoder
 from hvd_compress.adapters.tensorflow.kinds import Context, Dense, receive, send
 from hvd_compress.adapters.tensorflow.state import VariableState
