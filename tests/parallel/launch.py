@@ -75,7 +75,7 @@ def available(launcher: str) -> str:
 
 
 def run_cases(
-    folder: str, launcher: str, ranks: int, timeout: float = 720.0, without: tuple[str, ...] = (), **variables: str
+    folder: str, launcher: str, ranks: int, timeout: float = 1100.0, without: tuple[str, ...] = (), **variables: str
 ) -> None:
     """Run the files of a folder of cases on real ranks, and require that all pass the same tests."""
     files = sorted(str(path) for path in (HERE / folder).glob("test_*.py") if path.name not in without)

@@ -17,6 +17,8 @@ METHODS = ("test_methods.py", "test_convergence.py")
 WITHOUT = {"horovodrun-2": METHODS, "mpirun-3-hvd-allgather": METHODS}
 
 
+@pytest.mark.timeout(1200)
+@pytest.mark.xdist_group("cases")
 @pytest.mark.parametrize("way", WAYS)
 def test_cases(way):
     launcher, ranks, transport = WAYS[way]

@@ -12,6 +12,8 @@ if int(version("keras").split(".")[0]) < 3:
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "HOROVOD_LOG_LEVEL": "error"}
 
 
+@pytest.mark.timeout(1200)
+@pytest.mark.xdist_group("cases")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_cases(ranks):
     if available("mpirun"):

@@ -7,14 +7,17 @@ import pytest
 from launch import available, run_cases, run_job
 
 job = functools.partial(run_job, "tf_misuse.py")
-#: launcher, ranks, transport, and what need not be run that way, since it is in another one.
+#: launcher, ranks, transport, and what need not be run that way, since it is in another one; see also
+#: ``tf_cases/conftest.py``.
 WAYS = {
     "mpirun-4": ("mpirun", 4, "auto", ("methods", "lifetime", "refused", "state", "tf_keras")),
     "mpirun-2-mpi4py": ("mpirun", 2, "mpi", ("methods", "lifetime", "state", "tf_keras")),
-    "gloo-2": ("horovodrun --gloo", 2, "auto", ("tape", "refused")),
+    "gloo-2": ("horovodrun --gloo", 2, "auto", ("exact", "refused")),
 }
 
 
+@pytest.mark.timeout(1200)
+@pytest.mark.xdist_group("cases")
 @pytest.mark.parametrize("way", WAYS)
 def test_cases(way):
     launcher, ranks, transport, without = WAYS[way]
@@ -25,6 +28,7 @@ def test_cases(way):
     run_cases("tf_cases", launcher, ranks, without=files, **variables)
 
 
+@pytest.mark.xdist_group("cases")
 def test_cases_beside_pytorch():
     run_cases("tf_cases/beside_torch", "mpirun", 2)
 
