@@ -22,7 +22,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,6 +36,9 @@ from hvd_compress.settings import ShortRepr, is_number, is_whole
 from hvd_compress.state import Runtime, world
 from hvd_compress.step import FIRST, Payload, Slot, Step, TensorSpec
 from hvd_compress.wire import ArraySection, Section, is_variable
+
+if TYPE_CHECKING:
+    from hvd_compress.kernels.work import Work
 
 # Adapters are found by the framework that a tensor comes from, and loaded only then.
 _ADAPTERS = {"torch": "hvd_compress.adapters.torch", "tensorflow": "hvd_compress.adapters.tensorflow"}
@@ -189,8 +192,21 @@ class Compressor(ShortRepr, abc.ABC):
         return x + decoded if sign > 0 else x - decoded
 
     def clear(self, x: Array, payload: Payload, spec: TensorSpec, ops: Ops) -> Array:
-        """Return ``x`` with zeros where elements were sent; a compressor that sends all returns ``x``."""
+        """Return ``x`` with zeros where elements were sent; may change ``x``.  One that sends all returns ``x``."""
         return x
+
+    def encode_fused(self, work: Work, spec: TensorSpec, ops: Ops, step: Step) -> Payload:
+        """Accumulate and encode in compiled loops, with the result of accumulating and :meth:`encode`.
+
+        Called instead of both if :attr:`fuses`, for finite tensors on the CPU.  The accumulator then
+        holds what is not sent.
+        """
+        raise UnsupportedError(f"{type(self).__name__} has no compiled loops")
+
+    @property
+    def fuses(self) -> bool:
+        """Whether there is :meth:`encode_fused`."""
+        return False
 
     @property
     def two_rounds(self) -> bool:

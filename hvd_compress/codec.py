@@ -8,11 +8,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from hvd_compress import kernels
 from hvd_compress.base import Compressor
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.ops.base import Array, Ops
 from hvd_compress.packing import PACKED, kept_as
-from hvd_compress.step import Payload, Slot, Step, TensorSpec
+from hvd_compress.step import RESIDUAL, Payload, Slot, Step, TensorSpec
 
 
 def slots_of(compressor: Compressor, spec: TensorSpec) -> Sequence[Slot]:
@@ -31,7 +32,7 @@ def known_slots(compressor: Compressor, spec: TensorSpec) -> set[str]:
 
 
 def encode_step(
-    compressor: Compressor, gradient: Array, spec: TensorSpec, ops: Ops, step: Step
+    compressor: Compressor, gradient: Array, spec: TensorSpec, ops: Ops, step: Step, in_place: bool = False
 ) -> tuple[Payload, dict[str, Array]]:
     """Compress a gradient.
 
@@ -42,16 +43,51 @@ def encode_step(
         ops: its framework's operations.
         step: with what is remembered in ``memory``, in the accumulation dtype; what does not
             exist yet may be missing.
+        in_place: what is remembered may be changed, instead of a copy.
 
     Returns:
         The payload, and the new values of all slots.  If the gradient holds NaN or infinity
         they are the old ones: one infinity that entered a residual would stay there for ever.
     """
+    fused = _encode_fused(compressor, gradient, spec, ops, step, in_place)
+    if fused is not None:
+        return fused
     x, changed = compensated(compressor, gradient, spec, ops, step)
     step, started = opened(compressor, gradient, spec, ops, step)
     payload = compressor.encode(x, spec, ops, step)
     new = kept(compressor, x, changed, payload, spec, ops, step)
     return dataclasses.replace(payload, memory={}), {**started, **new}
+
+
+def _encode_fused(
+    compressor: Compressor, gradient: Array, spec: TensorSpec, ops: Ops, step: Step, in_place: bool
+) -> tuple[Payload, dict[str, Array]] | None:
+    """Do the same in compiled loops; None if that cannot be done, and nothing has been changed then."""
+    feedback = compressor.feedback
+    plan = kernels.Plan(kernels.Mode.NOTHING) if feedback is None else feedback.plan(step.memory)
+    if plan is None or not (compressor.fuses and spec.numel and kernels.available()):
+        return None
+    g = ops.astype(ops.flatten(gradient), spec.accumulator)
+    slots = () if feedback is None else feedback.slots(spec)
+    kept = {}
+    for slot in slots:
+        old = step.memory.get(slot.name)
+        if old is None:
+            old = ops.zeros(spec.numel, spec.accumulator, g)
+        elif not in_place:
+            old = ops.copy(old)
+        kept[slot.name] = old
+    arrays = [ops.shared(x) for x in (g, kept.get(RESIDUAL, g), kept.get("momentum", ops.first(g, 0)))]
+    work = None if any(x is None for x in arrays) else kernels.start(arrays, plan, step.hints)
+    if work is None:
+        return None
+    payload = compressor.encode_fused(work, spec, ops, dataclasses.replace(step, memory={RESIDUAL: g, **kept}))
+    new = {} if feedback is None else feedback.after_loops(kept, payload, compressor, spec, ops)
+    for slot in slots:
+        if slot.dtype != spec.accumulator:
+            keys = step.keys(compressor.seed, slot.name) if slot.dtype == PACKED else None
+            new[slot.name] = kept_as(new[slot.name], slot.dtype, keys, ops)
+    return payload, new
 
 
 def prepare_step(compressor: Compressor, gradient: Array, spec: TensorSpec, ops: Ops, step: Step) -> Array | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hvd_compress.errors import ConfigError
+from hvd_compress.kernels import Mode, Plan
 from hvd_compress.ops.base import Array, Ops
 from hvd_compress.packing import PACKED
 from hvd_compress.settings import ShortRepr, is_number
@@ -51,11 +52,21 @@ class Feedback(ShortRepr, abc.ABC):
     def compensate(self, gradient: Array, spec: TensorSpec, ops: Ops, step: Step) -> tuple[Array, Memory]:
         """Return what is to be compressed, as a new flat accumulator array, and slots that have changed."""
 
+    def plan(self, memory: Memory) -> Plan | None:
+        """Return how compiled loops do what :meth:`compensate` does; None if they cannot."""
+        return None
+
     @abc.abstractmethod
     def keep(
         self, memory: Memory, x: Array, payload: Payload, algorithm: Algorithm, spec: TensorSpec, ops: Ops
     ) -> dict[str, Array]:
         """Return the slots after ``x`` was sent as ``payload``; ``x`` may be overwritten."""
+
+    def after_loops(
+        self, memory: Memory, payload: Payload, algorithm: Algorithm, spec: TensorSpec, ops: Ops
+    ) -> dict[str, Array]:
+        """Return the slots after compiled loops have sent ``payload``, and have kept what is not sent."""
+        return dict(memory)
 
     @abc.abstractmethod
     def give_back(
@@ -100,6 +111,12 @@ class ErrorFeedback(Feedback):
     def slots(self, spec: TensorSpec) -> Sequence[Slot]:
         """The residual."""
         return (Slot(RESIDUAL, spec.numel, self.dtype or spec.accumulator),)
+
+    def plan(self, memory: Memory) -> Plan | None:
+        """Add."""
+        if RESIDUAL not in memory:
+            return Plan(Mode.SET)
+        return Plan(Mode.ADD) if self.decay == 1 else Plan(Mode.DECAY, self.decay)
 
     def compensate(self, gradient: Array, spec: TensorSpec, ops: Ops, step: Step) -> tuple[Array, Memory]:
         """Return ``decay * residual + gradient``."""
@@ -159,6 +176,12 @@ class MomentumCorrection(Feedback):
         """The residual ``v`` and the momentum ``u``."""
         return (*super().slots(spec), Slot("momentum", spec.numel, spec.accumulator))
 
+    def plan(self, memory: Memory) -> Plan | None:
+        """Accumulate momentum, unless gradients are clipped first."""
+        if self.clip_norm is not None:
+            return None
+        return Plan(Mode.NESTEROV if self.nesterov else Mode.MOMENTUM, self.momentum)
+
     def compensate(self, gradient: Array, spec: TensorSpec, ops: Ops, step: Step) -> tuple[Array, Memory]:
         """Return the accumulated momentum ``v``."""
         g = ops.astype(ops.flatten(gradient), spec.accumulator)
@@ -179,6 +202,13 @@ class MomentumCorrection(Feedback):
             RESIDUAL: algorithm.add_(x, payload, spec, ops, -1),
         }
 
+    def after_loops(
+        self, memory: Memory, payload: Payload, algorithm: Algorithm, spec: TensorSpec, ops: Ops
+    ) -> dict[str, Array]:
+        """Keep the momentum of what was not sent."""
+        u = memory["momentum"]
+        return {**memory, "momentum": algorithm.clear(u, payload, spec, ops) if self.masking else u}
+
     def give_back(
         self, memory: Memory, payload: Payload, algorithm: Algorithm, spec: TensorSpec, ops: Ops
     ) -> dict[str, Array]:
@@ -192,9 +222,10 @@ class MomentumCorrection(Feedback):
         return (u + g if self.nesterov else u), u
 
     def _moved(self, u: Array | None, g: Array) -> Array:
+        # A zero gets the sign that it has in a sum with zeros.
         if self.nesterov:
-            return (g if u is None else u + g) * self.momentum
-        return g * 1.0 if u is None else u * self.momentum + g
+            return (g + 0.0 if u is None else u + g) * self.momentum
+        return g + 0.0 if u is None else u * self.momentum + g
 
 
 @dataclass(frozen=True)

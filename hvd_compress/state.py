@@ -35,6 +35,7 @@ class ParameterState:
         slots: what else is remembered, by name.
         common: the names of those slots that are the same on all ranks.
         averages: the names of those that Horovod has averaged, and not added up.
+        hints: what compiled loops found in earlier steps; no part of a checkpoint.
     """
 
     name: str
@@ -44,6 +45,7 @@ class ParameterState:
     slots: dict[str, Array] = field(default_factory=dict)
     common: set[str] = field(default_factory=set)
     averages: set[str] = field(default_factory=set)
+    hints: dict[str, float] = field(default_factory=dict)
 
     def memory(self) -> dict[str, Array]:
         """Return all that is remembered, by name."""
@@ -68,6 +70,7 @@ class ParameterState:
         self.slots = {**entry.get("memory", {}), **entry.get("common", {})}
         self.common = set(entry.get("common", {}))
         self.averages = set(entry.get("averages", ()))
+        self.hints = {}
 
 
 class Scope:

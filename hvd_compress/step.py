@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,6 +80,7 @@ class Step:
         memory: the compressor's slots, and those of its feedback.
         agreed: the sum over all ranks of what :meth:`~hvd_compress.base.Compressor.prepare` returned;
             None if there is one rank alone.
+        hints: what was found in earlier steps, which saves time and changes no result.
     """
 
     key: str = ""
@@ -88,6 +89,7 @@ class Step:
     size: int = 1
     memory: Mapping[str, Array] = field(default_factory=dict)
     agreed: Any = None
+    hints: MutableMapping[str, float] = field(default_factory=dict, compare=False)
 
     def keys(self, seed: int, purpose: str, shared: bool = False) -> Any:
         """Return two 32-bit keys for :meth:`~hvd_compress.ops.base.Ops.uniform`.

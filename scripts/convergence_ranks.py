@@ -47,6 +47,7 @@ class SimulatedRanks:
         self._layout: list[wire.Section] = []
         self._agreed: list[wire.Section] | None = None
         self._memories: dict[str, list[Memory]] = {}
+        self._hints: dict[str, list[dict[str, float]]] = {}
 
     @torch.no_grad()
     def average(self, gradients: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -96,7 +97,8 @@ class SimulatedRanks:
         spec: hc.TensorSpec,
     ) -> list[Payload]:
         exact = [{slot: unpacked(x, spec.accumulator, OPS) for slot, x in kept.items()} for kept in memories]
-        steps = [hc.Step(name, number, rank, self.size, memory) for rank, memory in enumerate(exact)]
+        hints = self._hints.setdefault(name, [{} for _ in parts])
+        steps = [hc.Step(name, number, rank, self.size, memory, hints=hints[rank]) for rank, memory in enumerate(exact)]
         first = [prepare_step(algorithm, g, spec, OPS, step) for g, step in zip(parts, steps, strict=True)]
         if first[0] is not None:
             self.bytes_sent += first[0].nbytes + TOKEN_BYTES
@@ -104,7 +106,7 @@ class SimulatedRanks:
             steps = [dataclasses.replace(step, agreed=agreed) for step in steps]
         payloads = []
         for gradient, step, kept in zip(parts, steps, memories, strict=True):
-            payload, new = encode_step(algorithm, gradient, spec, OPS, step)
+            payload, new = encode_step(algorithm, gradient, spec, OPS, step, in_place=True)
             kept.update(new)
             payloads.append(payload)
         return payloads

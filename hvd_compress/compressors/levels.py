@@ -11,12 +11,16 @@ import abc
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from hvd_compress.base import Compressor
 from hvd_compress.ops.base import Array, Ops
 from hvd_compress.settings import is_number, is_whole
-from hvd_compress.step import FIRST, Payload, Step, TensorSpec
+from hvd_compress.step import FIRST, RESIDUAL, Payload, Step, TensorSpec
 from hvd_compress.wire import ArraySection, Section
+
+if TYPE_CHECKING:
+    from hvd_compress.kernels.work import Work
 
 NORMS = ("max", "l2")
 # What is smaller is sent as zero: the reciprocal would overflow.
@@ -78,7 +82,8 @@ class Levels(Compressor):
         rows = ops.rows(self._prepared(x, ops), bucket)
         norms = self._norm(rows, ops)
         usable = norms > _SMALLEST
-        factors = ops.select(usable, levels / ops.select(usable, norms, 1.0), 0.0)
+        # PyTorch divides a number by a tensor in these two steps, of which each is rounded, so all must.
+        factors = ops.select(usable, (1.0 / ops.select(usable, norms, 1.0)) * levels, 0.0)
         noise = ops.rows(ops.uniform(n, step.keys(self.seed, "rounding"), x), bucket)
         magnitudes = ops.floor(ops.abs(rows) * factors + ops.astype(noise, spec.accumulator))
         magnitudes = ops.clip(magnitudes, 0.0, float(levels))
@@ -86,6 +91,18 @@ class Levels(Compressor):
         codes = ops.astype(ops.first(ops.flatten(signed + levels), n), "uint8")
         norms = ops.flatten(ops.select(usable, norms, 0.0 * norms))
         return Payload((ops.pack(codes, width), norms), ops.all_finite(norms))
+
+    @property
+    def fuses(self) -> bool:
+        """Where the norm is the largest magnitude."""
+        return True
+
+    def encode_fused(self, work: Work, spec: TensorSpec, ops: Ops, step: Step) -> Payload:
+        """Round while accumulating."""
+        keys = step.keys(self.seed, "rounding")
+        found = work.quantise(self._bucket(spec), self._width(), _SMALLEST, keys)
+        packed, norms = ops.from_host(list(found), ["uint8", spec.accumulator], step.memory[RESIDUAL])
+        return Payload((packed, norms), ops.all_finite(norms))
 
     def decode(self, arrays: Sequence[Array], spec: TensorSpec, ops: Ops) -> Array:
         """Return the levels."""
@@ -126,6 +143,11 @@ class QSGD(Levels):
         _require_bucket(self, self.bucket)
         self._require(self.norm in NORMS, "norm", f"one of {', '.join(map(repr, NORMS))}")
         super().__post_init__()
+
+    @property
+    def fuses(self) -> bool:
+        """Unless the norm is a sum, whose order would differ."""
+        return self.norm == "max"
 
     def _width(self) -> int:
         return self.bits
@@ -203,6 +225,11 @@ class TernGrad(Levels):
     @property
     def unbiased(self) -> bool:
         """Unless elements are limited."""
+        return self.clip is None
+
+    @property
+    def fuses(self) -> bool:
+        """Unless elements are limited, by a sum whose order would differ."""
         return self.clip is None
 
     def delta(self, spec: TensorSpec) -> float:

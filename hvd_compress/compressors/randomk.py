@@ -118,4 +118,4 @@ class RandomK(Sparsifier):
     def clear(self, x: Array, payload: Payload, spec: TensorSpec, ops: Ops) -> Array:
         """Return ``x`` with zeros at the positions that were sent."""
         (indices,) = payload.common
-        return ops.scatter_add_(ops.copy(x), indices, -ops.take(x, indices))
+        return ops.scatter_add_(x, indices, -ops.take(x, indices))

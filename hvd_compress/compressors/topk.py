@@ -9,14 +9,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from hvd_compress.base import Compressor, is_quantiser
 from hvd_compress.compressors.sparsifier import Sparsifier
 from hvd_compress.errors import ConfigError
 from hvd_compress.feedback import ErrorFeedback, Feedback
 from hvd_compress.ops.base import Array, Ops
-from hvd_compress.step import EXACT, FIRST, Payload, Step, TensorSpec
+from hvd_compress.step import EXACT, FIRST, RESIDUAL, Payload, Step, TensorSpec
 from hvd_compress.wire import ArraySection, IndexSection, Section
+
+if TYPE_CHECKING:
+    from hvd_compress.kernels.work import Work
 
 SCOPES = ("tensor", "model")
 
@@ -82,7 +86,23 @@ class TopK(Sparsifier):
 
     def encode(self, x: Array, spec: TensorSpec, ops: Ops, step: Step = FIRST) -> Payload:
         """Select, and round the values to the gradient's dtype, or compress them."""
-        indices = ops.top_k(x, self.kept(spec))
+        return self._sent(x, ops.top_k(x, self.kept(spec)), spec, ops, step)
+
+    @property
+    def fuses(self) -> bool:
+        """Always, but where what is selected depends on other tensors."""
+        return self.scope == "tensor"
+
+    def encode_fused(self, work: Work, spec: TensorSpec, ops: Ops, step: Step) -> Payload:
+        """Select while accumulating."""
+        (indices,) = ops.from_host([work.top_k(self.kept(spec))], ["int32"], step.memory[RESIDUAL])
+        x = step.memory[RESIDUAL]
+        payload = self._sent(x, indices, spec, ops, step)
+        if work.plan.keeps:
+            self.add_(x, payload, spec, ops, -1)
+        return payload
+
+    def _sent(self, x: Array, indices: Array, spec: TensorSpec, ops: Ops, step: Step) -> Payload:
         taken = ops.take(x, indices)
         # NaN and infinity are the largest magnitudes, so if there are any, one was selected.
         if self.values is None:
@@ -114,7 +134,7 @@ class TopK(Sparsifier):
     def clear(self, x: Array, payload: Payload, spec: TensorSpec, ops: Ops) -> Array:
         """Return ``x`` with zeros at the positions that were sent."""
         indices = payload.arrays[0]
-        return ops.scatter_add_(ops.copy(x), indices, -ops.take(x, indices))
+        return ops.scatter_add_(x, indices, -ops.take(x, indices))
 
     def _selected(self, spec: TensorSpec) -> TensorSpec:
         """Return the spec of the values as they are selected."""

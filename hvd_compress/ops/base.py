@@ -112,6 +112,9 @@ class Ops(Protocol):
     def from_host(self, arrays: list[np.ndarray], dtypes: list[str], like: Array) -> list[Array]:
         """Copy host arrays to where ``like`` lives, all at once; the inverse of :meth:`to_host`."""
 
+    def shared(self, x: Array) -> np.ndarray | None:
+        """Return a NumPy array over the memory of flat numbers, None where there is none to be written to."""
+
     def move_like(self, x: Array, like: Array) -> Array:
         """Return ``x`` on the device of ``like``."""
 

@@ -123,6 +123,10 @@ class NumpyOps:
         """Return the arrays."""
         return arrays
 
+    def shared(self, x: np.ndarray) -> np.ndarray | None:
+        """Return None: this is what compiled loops are held against."""
+        return None
+
     def move_like(self, x: np.ndarray, like: np.ndarray) -> np.ndarray:
         """Return ``x``; there is one device."""
         return x

@@ -151,6 +151,10 @@ class TensorFlowOps:
             for x, name in zip(arrays, dtypes, strict=True)
         ]
 
+    def shared(self, x: tf.Tensor) -> np.ndarray | None:
+        """Return None: TensorFlow's memory is not written to."""
+        return None
+
     def move_like(self, x: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
         """Return ``x``; TensorFlow moves it where it is used."""
         return x

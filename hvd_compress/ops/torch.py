@@ -171,6 +171,12 @@ class TorchOps:
             tensors = moved
         return [x.view(_DTYPES[name]) if name == "bfloat16" else x for x, name in zip(tensors, dtypes, strict=True)]
 
+    def shared(self, x: torch.Tensor) -> np.ndarray | None:
+        """Return a view of what is on the CPU."""
+        if x.device.type not in _NOTHING_TO_WAIT_FOR or x.dtype not in (torch.float32, torch.float64):
+            return None
+        return x.numpy() if type(x) is torch.Tensor and x.is_contiguous() else None
+
     def move_like(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Return ``x`` on the device of ``like``."""
         return x.to(like.device)

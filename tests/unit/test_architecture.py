@@ -17,6 +17,7 @@ PACKAGE = "hvd_compress"
 LEVELS = [
     {"errors", "version", "identity", "naming", "settings"},
     {"ops", "wire"},
+    {"kernels"},
     {"transport", "step", "schedule", "policy", "telemetry", "packing"},
     {"layout", "feedback", "checkpoint", "description"},
     {"exchange"},
@@ -36,6 +37,7 @@ FRAMEWORKS = {"torch", "tensorflow", "keras", "tf_keras", "horovod", "mpi4py", "
 # What belongs to a framework, by file or folder; it is loaded when that framework's first tensor comes.
 MAY_IMPORT = {
     "ops/torch.py": {"torch"},
+    "kernels/cpu.py": {"numba"},
     "adapters/torch": {"torch"},
     "ops/tensorflow.py": {"tensorflow"},
     "adapters/tensorflow": {"tensorflow"},

@@ -138,7 +138,7 @@ class Encoder:
     ) -> GraphStep:
         if self.state is None:
             memory = {s.name: tf.zeros([s.count], s.dtype) for s in algorithm.slots(self.spec)}
-        return GraphStep(self._key, None, *self._place, memory, agreed, self.state, gradient)
+        return GraphStep(self._key, None, *self._place, memory, agreed, state=self.state, gradient=gradient)
 
     def prepare(self, algorithm: Compressor, gradient: tf.Tensor, memory: Mapping[str, tf.Tensor]) -> tf.Tensor:
         """Return what the ranks add up before they encode."""

@@ -53,8 +53,8 @@ def compressed(
         algorithm, memory, number = without_feedback(algorithm), {}, unnamed
     else:
         memory, number = fitting(state, algorithm, tensor, spec), state.steps
-    step = Step(name, number, *place, memory)
-    payload, new = encode_step(algorithm, tensor, spec, OPS, step)
+    step = Step(name, number, *place, memory, hints={} if state is None else state.hints)
+    payload, new = encode_step(algorithm, tensor, spec, OPS, step, in_place=True)
     if state is None:
         return payload, nothing
     state.store(new)
