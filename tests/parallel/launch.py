@@ -56,14 +56,21 @@ def run(launcher: str, ranks: int, arguments: list[str], timeout: float = 300.0,
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            output, _ = process.communicate(timeout=10)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
-        return Finished(-1, f"{output}\n(killed after {timeout} s: it hung)")
+        return Finished(-1, f"{_killed(process)}\n(killed after {timeout} s: it hung)")
+    except BaseException:  # the test's own time limit, or the user's Ctrl-C: ranks would go on for ever
+        _killed(process)
+        raise
     return Finished(process.returncode, output)
+
+
+def _killed(process: subprocess.Popen) -> str:
+    """End a job with all its ranks; return what it has written."""
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        return process.communicate(timeout=10)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.communicate()[0]
 
 
 def available(launcher: str) -> str:
