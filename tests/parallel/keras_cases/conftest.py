@@ -22,6 +22,9 @@ tf.get_logger().setLevel("ERROR")  # retracing is what these tests do
 hvd.init()
 
 RATIO = 0.1
+# In each of them gradients are added up, scaled or judged in another way.
+_SUMS = ("sgd", "sum", "predivide_groups", "backward_passes", "accumulation", "global_clipnorm", "loss_scaling")
+MANY_RANKS = {f"test_fit[topk-{name}]" for name in _SUMS}
 STEPS, BATCH = 6, 8
 ADAPTED = importlib.util.find_spec("hvd_compress.adapters.tensorflow") is not None
 
@@ -39,8 +42,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _needs_many_ranks(item):
-    summing = item.path.name in ("test_fit.py", "test_callbacks.py") and "topk" in item.name
-    return summing or "process_set" in item.name
+    return item.name in MANY_RANKS or "process_set" in item.name
 
 
 @pytest.fixture(params=["none", "topk"])
