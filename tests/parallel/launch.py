@@ -98,6 +98,8 @@ def run_job(script: str, scenario: str, launcher: str = "mpirun", ranks: int = 2
     """Run a scenario of a script in ``jobs``, which must end by itself; skip where the launcher is missing."""
     if available(launcher):
         pytest.skip(available(launcher))
+    # Numba takes longer to be loaded than these few steps.
+    variables.setdefault("HVD_COMPRESS_KERNELS", "0")
     finished = run(launcher, ranks, [str(HERE / "jobs" / script), scenario], 100.0, **variables)
     assert "it hung" not in finished.output, finished.output[-3000:]
     return finished

@@ -18,10 +18,13 @@ def uncollected():
     gc.enable()
 
 
-@pytest.mark.parametrize("eager", [False, True])
-@pytest.mark.parametrize("how", ["collects", "keeps"])
-def test_models_that_come_and_go(world, uncollected, how, eager):
+@pytest.mark.parametrize(
+    "how, topk, eager",
+    [("collects", True, False), ("collects", True, True), ("keeps", True, False), ("keeps", False, False)],
+)
+def test_models_that_come_and_go(topk_world, uncollected, how, topk, eager):
     """Rank 0 alone collects the garbage; or the others do, while it keeps its models to save the best."""
+    world = type(topk_world)(topk)
     compression, kept = world.compression(), []
     for _ in range(3):
         model = world.model()
