@@ -14,13 +14,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from hvd_compress.base import Compressor
 from hvd_compress.feedback import ErrorFeedback, Feedback
 from hvd_compress.ops.base import Array, Ops
 from hvd_compress.settings import is_number, is_whole
-from hvd_compress.step import FIRST, Payload, Slot, Step, TensorSpec
+from hvd_compress.step import FIRST, RESIDUAL, Payload, Slot, Step, TensorSpec
 from hvd_compress.wire import ArraySection, Section
+
+if TYPE_CHECKING:
+    from hvd_compress.kernels.work import Work
 
 
 def _packed_signs(x: Array, ops: Ops) -> Array:
@@ -141,6 +145,21 @@ class EFSign(Compressor):
         means = ops.flatten(sums / _counts(x, self._width(spec), spec, ops))
         return Payload((_packed_signs(x, ops), means), ops.all_finite(means))
 
+    @property
+    def fuses(self) -> bool:
+        """Always."""
+        return True
+
+    def encode_fused(self, work: Work, spec: TensorSpec, ops: Ops, step: Step) -> Payload:
+        """Take signs and means while accumulating."""
+        return self._fused(work, spec, ops, step, both=False)
+
+    def _fused(self, work: Work, spec: TensorSpec, ops: Ops, step: Step, both: bool) -> Payload:
+        arrays = work.signs(self._width(spec), both)[: 3 if both else 2]
+        dtypes = ["uint8", spec.accumulator, spec.accumulator][: len(arrays)]
+        found = ops.from_host(list(arrays), dtypes, step.memory[RESIDUAL])
+        return Payload(tuple(found), ops.all_finite(found[1]))
+
     def decode(self, arrays: Sequence[Array], spec: TensorSpec, ops: Ops) -> Array:
         """Return signs times magnitudes."""
         packed, means = arrays
@@ -179,6 +198,10 @@ class OneBit(EFSign):
         finite = ops.all_finite(x) & ops.all_finite(above) & ops.all_finite(below)
         means = [ops.where(finite, mean, mean * math.nan) for mean in map(ops.flatten, means)]
         return Payload((_packed_signs(x, ops), *means), finite)
+
+    def encode_fused(self, work: Work, spec: TensorSpec, ops: Ops, step: Step) -> Payload:
+        """Take signs and means of both kinds while accumulating."""
+        return self._fused(work, spec, ops, step, both=True)
 
     def decode(self, arrays: Sequence[Array], spec: TensorSpec, ops: Ops) -> Array:
         """Return the mean of each element's side."""

@@ -24,6 +24,7 @@ def compile_all() -> float:
             if work is not None:
                 work.top_k(5)
                 work.quantise(512, 4, 1e-30, (1, 2))
+                work.signs(512, True)
     return time.perf_counter() - start
 
 

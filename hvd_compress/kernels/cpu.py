@@ -25,6 +25,8 @@ NOTHING, SET, ADD, DECAY, MOMENTUM, NESTEROV = (int(mode) for mode in Mode)
 _BLOCK = 64
 # Elements that stay in the first-level cache between the loops that go over them.
 _CHUNK = 2048
+# Sums that are made side by side.
+_LANES = 16
 # Bits that a pass of the exact selection looks at.
 _DIGIT = 11
 
@@ -216,6 +218,15 @@ def _append(codes: Any, width: int, packed: Any, at: int, held: int, filled: int
                 codes[4 * i] | (codes[4 * i + 1] << 2) | (codes[4 * i + 2] << 4) | (codes[4 * i + 3] << 6)
             )
         at += out.size
+    if filled == 0 and width == 1:
+        done = codes.size // 8 * 8
+        out = packed[at : at + done // 8]
+        for i in range(out.size):
+            byte = codes[8 * i]
+            for j in range(1, 8):
+                byte |= codes[8 * i + j] << j
+            out[i] = np.uint8(byte)
+        at += out.size
     for i in range(done, codes.size):
         held |= codes[i] << filled
         filled += width
@@ -283,5 +294,84 @@ def quantise(
             _fill_noise(hashes[:size], noise[:size], first, key0, key1)
             _round(x[first:last], noise[:size], scale, levels, step, codes[:size], keep)
             at, held, filled = _append(codes[:size], width, packed, at, held, filled)
+    if filled:
+        packed[at] = held
+
+
+# --- Signs ----------------------------------------------------------------------------
+
+
+@_compiled
+def _sums(x: Any, codes: Any, upper: Any, lower: Any) -> tuple[float, float, int]:
+    """Return the sums of what is not negative and of what is, and how many are not; write 1 for these, 0 for others."""
+    upper[:] = 0
+    lower[:] = 0
+    zero = x.dtype.type(0)
+    whole = x.size // _LANES * _LANES
+    # Sums side by side can be vectorised; a single one, whose order is fixed, cannot.
+    for start in range(0, whole, _LANES):
+        block = x[start : start + _LANES]
+        for j in range(_LANES):
+            upper[j] += block[j] if block[j] >= 0 else zero
+            lower[j] += block[j] if block[j] < 0 else zero
+    above, below, count = 0.0, 0.0, 0
+    for j in range(_LANES):
+        above += upper[j]
+        below += lower[j]
+    for i in range(whole, x.size):
+        if x[i] >= 0:
+            above += x[i]
+        else:
+            below += x[i]
+    for i in range(x.size):
+        codes[i] = np.uint8(x[i] >= 0)
+    for i in range(x.size):
+        count += codes[i]
+    return above, below, count
+
+
+@_compiled
+def signs(
+    mode: int,
+    factor: Any,
+    x: Any,
+    u: Any,
+    g: Any,
+    keep: bool,
+    both: bool,
+    bucket: int,
+    packed: Any,
+    above: Any,
+    below: Any,
+) -> None:
+    """Accumulate, pack signs, and average magnitudes by bucket; leave in ``x`` what is not sent, if ``keep``.
+
+    If ``both``, what is not negative and what is are averaged for themselves; else ``below`` is ``-above``.
+    """
+    n, real = x.size, x.dtype.type
+    codes, upper, lower = np.empty(_CHUNK, np.uint8), np.empty(_LANES, x.dtype), np.empty(_LANES, x.dtype)
+    at, held, filled = 0, 0, 0
+    for b in range(above.size):
+        start, stop = b * bucket, min((b + 1) * bucket, n)
+        total_above, total_below, total = 0.0, 0.0, 0
+        for first in range(start, stop, _CHUNK):
+            last = min(first + _CHUNK, stop)
+            row, own = x[first:last], codes[: last - first]
+            _accumulate(mode, factor, row, u[first:last], g[first:last])
+            sum_above, sum_below, count = _sums(row, own, upper, lower)
+            total_above += sum_above
+            total_below += sum_below
+            total += count
+            at, held, filled = _append(own, 1, packed, at, held, filled)
+        if both:
+            above[b] = total_above / max(total, 1)
+            below[b] = total_below / max(stop - start - total, 1)
+        else:
+            above[b] = (total_above - total_below) / (stop - start)
+            below[b] = -above[b]
+        if keep:
+            high, low, row = real(above[b]), real(below[b]), x[start:stop]
+            for i in range(row.size):
+                row[i] -= high if row[i] >= 0 else low
     if filled:
         packed[at] = held

@@ -126,3 +126,15 @@ class Work:
             norms,
         )
         return packed, norms
+
+    def signs(self, bucket: int, both: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Accumulate; return packed signs and mean magnitudes as ``compressors.signs`` has them.
+
+        Sums are made in another order than elsewhere, so their last digits may differ.
+        """
+        packed = np.empty((self.x.size + 7) // 8, np.uint8)
+        buckets = -(-self.x.size // bucket)
+        above, below = np.empty(buckets, self.x.dtype), np.empty(buckets, self.x.dtype)
+        keeps = self.plan.keeps
+        cpu.signs(*self._accumulation, self.x, self.u, self.g, keeps, both, bucket, packed, above, below)
+        return packed, above, below

@@ -111,3 +111,41 @@ def test_same_bits(name, data, dtype, monkeypatch, used):
     finite = all(bool(g.isfinite().all()) for g in gradients)
     assert len(used) == 4 and (all(used) or data == "huge"), (used, finite)
     assert got == expected
+
+
+SIGNS = {
+    "EFSign": hc.EFSign(),
+    "EFSign in buckets": hc.EFSign(bucket=100),
+    "OneBit": hc.OneBit(),
+    "OneBit in odd buckets": hc.OneBit(bucket=37),
+    "OneBit with momentum": hc.OneBit(feedback=MomentumCorrection()),
+    "EFSign with decay": hc.EFSign(feedback=hc.ErrorFeedback(0.5)),
+    "OneBit without feedback": hc.OneBit(feedback=None),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("data", ["normal", "heavy tails", "constant", "zeros of both signs", "few values", "tiny"])
+@pytest.mark.parametrize("name", SIGNS)
+def test_same_signs(name, data, dtype, monkeypatch, used):
+    """Bits are the same; means are sums, whose order differs."""
+    compressor, rng, n = SIGNS[name], np.random.default_rng(7), 5003
+    spec = hc.TensorSpec((n,), dtype)
+    memory = {}
+    for number in range(3):
+        gradient = torch.tensor(DATA[data](rng, n)).to(getattr(torch, dtype))
+        results = []
+        for fused in "01":
+            monkeypatch.setenv(kernels.SWITCH, fused)
+            step = hc.Step("w", number, 1, 4, memory)
+            results.append(encode_step(compressor, gradient, spec, OPS, step))
+        (expected, kept), (got, kept_too) = results
+        assert len(used) == number + 1 and all(used)
+        assert torch.equal(expected.arrays[0], got.arrays[0])
+        for mean, other in zip(expected.arrays[1:], got.arrays[1:], strict=True):
+            assert mean.dtype == other.dtype
+            torch.testing.assert_close(mean, other, rtol=2e-6, atol=0)
+        assert kept.keys() == kept_too.keys()
+        for slot, x in kept.items():
+            torch.testing.assert_close(x, kept_too[slot], rtol=1e-5, atol=1e-5 * float(x.abs().max()))
+        memory = kept
