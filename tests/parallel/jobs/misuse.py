@@ -10,7 +10,7 @@ import horovod.torch as hvd
 import torch
 
 import hvd_compress
-from hvd_compress import TopK
+from hvd_compress import HandshakeError, TopK
 
 logging.basicConfig(format="%(levelname)s %(message)s")
 
@@ -59,6 +59,16 @@ def frozen_on_one_rank():
 
 def order():
     train(names=["a", "b"] if hvd.rank() == 0 else ["b", "a"])
+
+
+def disagreements():
+    """Those that all ranks hear of, one after the other: each with an optimizer of its own."""
+    for disagree in (ratio, shape, order, other_transport):
+        try:
+            disagree()
+        except HandshakeError as error:
+            print(f"{disagree.__name__} on rank {hvd.rank()}: {error}", flush=True)
+    print(f"rank {hvd.rank()} has met all of them", flush=True)
 
 
 def killed():

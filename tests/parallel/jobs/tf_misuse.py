@@ -7,7 +7,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 import hvd_compress.transport.base
-from hvd_compress import TopK
+from hvd_compress import HandshakeError, TopK
 
 logging.basicConfig(format="%(levelname)s %(message)s")
 tf.config.threading.set_inter_op_parallelism_threads(2)
@@ -48,6 +48,16 @@ def shape():
 
 def number():
     train(shapes=((40, 50), (50, 60)) if hvd.rank() == 0 else ((40, 50), (50, 60), (60, 70)))
+
+
+def disagreements():
+    """Those that all ranks hear of, one after the other."""
+    for disagree in (ratio, transport, shape):
+        try:
+            disagree()
+        except HandshakeError as error:
+            print(f"{disagree.__name__} on rank {hvd.rank()}: {error}", flush=True)
+    print(f"rank {hvd.rank()} has met all of them", flush=True)
 
 
 def mpi_without_mpi4py():

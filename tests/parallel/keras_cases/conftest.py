@@ -95,7 +95,10 @@ class World:
         rows = [slice(i * BATCH, (i + 1) * BATCH) for i in range(steps)]
         return [[(x[r], y[r]) for x, y in everyone] for r in rows]
 
-    def fit(self, model, steps=STEPS, epochs=1, seed=0, callbacks=()):
+    def fit(self, model, steps=STEPS, epochs=1, seed=0, callbacks=(), build=True):
+        """Train; ``build=False`` leaves the optimizer's variables to the first step, which is then traced twice."""
+        if build and not model.optimizer.built and model.built:
+            model.optimizer.build(model.trainable_variables)
         x, y = self.data(steps, seed)
         return model.fit(x, y, BATCH, epochs, shuffle=False, verbose=0, callbacks=list(callbacks))
 
