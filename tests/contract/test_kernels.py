@@ -147,5 +147,7 @@ def test_same_signs(name, data, dtype, monkeypatch, used):
             torch.testing.assert_close(mean, other, rtol=2e-6, atol=0)
         assert kept.keys() == kept_too.keys()
         for slot, x in kept.items():
-            torch.testing.assert_close(x, kept_too[slot], rtol=1e-5, atol=1e-5 * float(x.abs().max()))
+            # What is kept may be all that rounding leaves of a difference.
+            largest = max(float(y.abs().max()) for y in (x, *expected.arrays[1:]))
+            torch.testing.assert_close(x, kept_too[slot], rtol=1e-5, atol=1e-5 * largest)
         memory = kept
